@@ -1,0 +1,148 @@
+"""What the engine asks of whoever keeps KV for it. Five verbs, none of which blocks or raises.
+
+Called from the engine's loop thread only. `connectors/reference` implements them over a store or a
+client; `NoHooks` is the dull twin: an engine without kvstore.
+
+Life of a request, seen from here:
+
+1. On arrival and again whenever the scheduler considers the request: `match`. PENDING means "ask
+   again, start nobody on my account"; the engine keeps the request waiting and runs others. HIT
+   means that `blocks` blocks from `first_block` on lie in L2 under lease, until `load` or `abort`.
+2. The engine takes pages for them and calls `load`; the pages are the connector's until the
+   `Loaded` event. `Loaded.blocks` may be fewer than asked for: the engine computes the rest.
+3. As blocks fill, `save`. The pages must stay as they are until the `Saved` event with the same
+   `save_id`: the engine keeps a reference on each until then.
+4. `abort` when the request ends early (also between match and load). Each `load` and `save` still
+   reports exactly once, and only then may its pages be reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvstore.verbs import Answer
+
+
+@dataclass(slots=True)
+class HookMatch:
+    """Answer to `match`. `blocks` and `tiers` count only when HIT; one tier name per block."""
+
+    answer: Answer
+    blocks: int = 0
+    tiers: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Loaded:
+    """The first `blocks` blocks of a load lie in their pages; the copy has ended."""
+
+    request_id: str
+    blocks: int
+
+
+@dataclass(slots=True)
+class Saved:
+    """The pages of this save are free to change. `blocks` were taken (the rest were held already,
+    or dropped)."""
+
+    save_id: int
+    blocks: int
+
+
+HookEvent = Loaded | Saved
+
+MISS = HookMatch(Answer.MISS)
+
+
+class KVHooks(Protocol):
+    """The engine's side of the data path."""
+
+    block_tokens: int
+    """Tokens of one block; a whole multiple of the engine's page."""
+
+    def match(
+        self,
+        request_id: str,
+        hashes: Sequence[bytes],
+        first_block: int,
+        *,
+        can_start: bool,
+    ) -> HookMatch:
+        """How many blocks from `first_block` on can be loaded for this request.
+
+        hashes: the prompt's whole chain; only hashes[first_block:] is asked for.
+        can_start: the engine could start this request now (best_effort answers with what is there).
+        Never PENDING past the connector's deadline, counted from the request's first match.
+        A later call with another `first_block` (L1 changed meanwhile) starts over within the same
+        deadline.
+        """
+        ...
+
+    def load(
+        self, request_id: str, pages: Sequence[int], blocks: int
+    ) -> None:
+        """Copy the first `blocks` blocks of the last HIT into pages.
+
+        pages: blocks * pages_per_block page ids in token order; -1: leave this page out (the
+        engine has it already).
+        """
+        ...
+
+    def save(
+        self, request_id: str, hashes: Sequence[bytes], pages: Sequence[int]
+    ) -> int:
+        """Offer full blocks. pages: pages_per_block ids for each hash. Returns the save_id."""
+        ...
+
+    def poll(self, timeout_s: float = 0.0) -> list[HookEvent]:
+        """What ended since the last poll; waits up to timeout_s for the first event or for a
+        pending match to move."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """The request is over or given up: forget its match and its leases. Safe to call at any
+        time, for unknown ids too; every request ends with one."""
+        ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def close(self) -> None:
+        """Wait for running copies and hand back every lease."""
+        ...
+
+
+@dataclass
+class NoHooks:
+    """An engine without kvstore: everything misses, saves end at once."""
+
+    block_tokens: int = 16
+    _saved: list[HookEvent] = field(default_factory=list)
+    _next_id: int = 0
+
+    def match(
+        self, request_id: str, hashes: Sequence[bytes], first_block: int, *, can_start: bool
+    ) -> HookMatch:
+        return MISS
+
+    def load(self, request_id: str, pages: Sequence[int], blocks: int) -> None:
+        raise AssertionError("load without a hit")
+
+    def save(self, request_id: str, hashes: Sequence[bytes], pages: Sequence[int]) -> int:
+        self._next_id += 1
+        self._saved.append(Saved(self._next_id, 0))
+        return self._next_id
+
+    def poll(self, timeout_s: float = 0.0) -> list[HookEvent]:
+        events, self._saved = self._saved, []
+        return events
+
+    def abort(self, request_id: str) -> None:
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        return None
