@@ -148,7 +148,8 @@ def decode_header(header: memoryview) -> FrameHeader:
     (length,) = _LENGTH.unpack_from(header, _SUMMED_FROM)
     if length > _MAX_MAP_BYTES:
         raise FrameInvalid(f"a header map of {length} bytes; at most {_MAX_MAP_BYTES} fit")
-    if any(header[_MAP_AT + length : HEADER_BYTES]):
+    tail = header[_MAP_AT + length : HEADER_BYTES].tobytes()
+    if tail.count(0) != len(tail):
         raise FrameInvalid("a frame header with bytes after its map")
     return _header_of(_unpack(header[_MAP_AT : _MAP_AT + length]))
 
