@@ -1,0 +1,325 @@
+"""A block's name: chained hashes over tokens, byte-identical to vLLM's.
+
+The hash of full block i is H(canonical CBOR of (parent, token ids, extra keys)), where parent is
+the hash of block i-1 (for block 0, H of the seed string's CBOR) and the extra keys are None or a
+list of tagged lists: ["lora", name, path] in every block, ["mm", identifier, offset of the item
+from the block's start] in each block an item overlaps, ["cache_salt", salt] in block 0. That is
+vLLM 0.32's definition; tests/data/hash_vectors.json holds hashes that it made. A trailing part of
+a block has no hash.
+
+CBOR writes an unsigned integer as 1, 2, 3 or 5 bytes, the shortest that holds it, so a block's
+encoding has no fixed length. A long prompt is encoded at once: numpy puts each token, with its
+head byte, at the end of an 8-byte word and drops each word's unused front; the chain then only
+slices that. Below `SMALL_FEED_TOKENS` plain Python is quicker than numpy's calls are.
+"""
+
+from __future__ import annotations
+
+import array
+import difflib
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.errors import ConfigError
+
+ALGORITHMS = ("sha256_cbor", "xxhash_cbor")
+"""Digests of 32 and 16 bytes; the second is xxh3-128: faster, and no defence against forgery."""
+
+DEFAULT_SEED = "vllm-none-hash"
+"""vLLM's seed string for sha256_cbor where PYTHONHASHSEED is not set. (For xxhash_cbor vLLM then
+draws a random one in every process; there only an explicit seed gives hashes that agree.)"""
+
+MAX_TOKEN_ID = 2**32 - 1
+MAX_BLOCK_TOKENS = 65_536
+
+SMALL_FEED_TOKENS = 160
+"""Feeds shorter than this are encoded without numpy (bench/hashing.py shows the crossing)."""
+
+TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+_HASHERS: dict[str, Callable[[bytes], Any]] = {
+    "sha256_cbor": hashlib.sha256,
+    "xxhash_cbor": xxhash.xxh3_128,
+}
+_PICKLED = ("sha256", "xxhash")
+_NULL = b"\xf6"
+
+# By the width class of an integer (how many of 24, 256, 65536 it reaches): its head byte in place,
+# its length in bytes, and which of the 8 big-endian bytes of its word are kept.
+_HEADS = np.array([0, 0x18 << 8, 0x19 << 16, 0x1A << 32], dtype=np.uint64)
+_WIDTHS = np.array([1, 2, 3, 5], dtype=np.uint8)
+_KEEP = np.array([[byte >= 8 - width for byte in range(8)] for width in (1, 2, 3, 5)]).view(
+    np.uint64
+)[:, 0]
+
+
+class MMItem(NamedTuple):
+    """One multimodal item of a prompt: its content's identifier, and the token span it covers."""
+
+    identifier: str
+    offset: int
+    length: int
+
+
+def check_algorithm(name: str) -> str:
+    """Return `name` if it is one of ALGORITHMS; ConfigError with what would be right if not."""
+    if name in ALGORITHMS:
+        return name
+    if name in _PICKLED:
+        raise ConfigError(
+            f"hash algorithm {name!r} hashes Python pickles, whose bytes only the same Python and "
+            f"program can repeat; use {name}_cbor (in vLLM: --prefix-caching-hash-algo {name}_cbor)"
+        )
+    nearest = difflib.get_close_matches(name, ALGORITHMS, n=1, cutoff=0.3)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"one of {', '.join(ALGORITHMS)} is right"
+    raise ConfigError(f"unknown hash algorithm {name!r}; {hint}")
+
+
+class BlockHasher:
+    """Hashes of one prompt's full blocks, fed tokens as they come.
+
+    Feeding in any split gives the same hashes; no token is hashed twice. Not thread-safe.
+
+    Args:
+        algo: one of ALGORITHMS.
+        block_tokens: tokens of a block.
+        seed: what the engine has in PYTHONHASHSEED; None: DEFAULT_SEED.
+        cache_salt: keeps this prompt's blocks apart from those of any other salt; "" is none.
+        lora: (name, path) of the adapter.
+        mm: the prompt's multimodal items.
+
+    Raises:
+        ConfigError: an unknown algorithm, a size out of range, text that is not Unicode.
+    """
+
+    def __init__(
+        self,
+        algo: str = "sha256_cbor",
+        block_tokens: int = 16,
+        *,
+        seed: str | None = None,
+        cache_salt: str | None = None,
+        lora: tuple[str, str] | None = None,
+        mm: Sequence[MMItem] = (),
+    ) -> None:
+        if not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+            raise ConfigError(f"block_tokens is {block_tokens}; it must be 1 to {MAX_BLOCK_TOKENS}")
+        self.algo = check_algorithm(algo)
+        self.block_tokens = block_tokens
+        self.none_hash = _none_hash(algo, DEFAULT_SEED if seed is None else seed)
+        self._hasher = _HASHERS[algo]
+        self._parent = self.none_hash
+        self._hashes: list[bytes] = []
+        self._pending: list[int] = []
+        self._array_head = _cbor_head(4, block_tokens)
+        self._front = _cbor_head(4, 3) + _cbor_head(2, len(self.none_hash))
+        self._lora_key = _cbor_list(["lora", *lora]) if lora is not None else b""
+        self._salt_key = _cbor_list(["cache_salt", cache_salt]) if cache_salt else b""
+        self._items = sorted((MMItem(*item) for item in mm), key=lambda item: item.offset)
+        self._items_passed = 0
+        for item in self._items:
+            if item.offset < 0 or item.length < 1:
+                raise ConfigError(
+                    f"multimodal item {item.identifier!r} covers {item.length} tokens from "
+                    f"{item.offset}; it must cover at least 1 from 0 or later"
+                )
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """The hashes of all full blocks so far; a fresh list."""
+        return list(self._hashes)
+
+    def feed(self, tokens: TokenIds) -> list[bytes]:
+        """Take the next tokens of the prompt; return the hashes of the blocks they filled.
+
+        Raises:
+            ValueError: an id is no integer of 0..MAX_TOKEN_ID; then nothing was taken.
+        """
+        if len(tokens) < SMALL_FEED_TOKENS:
+            return self._feed_small(tokens)
+        ids = _as_uint32(tokens)
+        if self._pending:
+            ids = np.concatenate([np.array(self._pending, dtype=np.uint32), ids])
+        full = len(ids) // self.block_tokens
+        taken = full * self.block_tokens
+        self._pending = ids[taken:].tolist()
+        if not full:
+            return []
+        body, ends = _encode_blocks(ids[:taken].reshape(full, self.block_tokens), self._array_head)
+        return self._chain(body, ends)
+
+    def _feed_small(self, tokens: TokenIds) -> list[bytes]:
+        pending = self._pending + _as_ints(tokens)
+        size = self.block_tokens
+        taken = len(pending) - len(pending) % size
+        body = bytearray()
+        ends = []
+        for start in range(0, taken, size):
+            body += self._array_head
+            for token in pending[start : start + size]:
+                body += _cbor_head(0, token)
+            body += _NULL
+            ends.append(len(body))
+        self._pending = pending[taken:]
+        return self._chain(bytes(body), ends)
+
+    def _chain(self, body: bytes, ends: Sequence[int]) -> list[bytes]:
+        """Hash blocks whose arrays of tokens, each with a null after it, end at `ends` in body."""
+        hasher, front, parent = self._hasher, self._front, self._parent
+        fresh: list[bytes] = []
+        start = 0
+        if not (self._lora_key or self._items or (self._salt_key and not self._hashes)):
+            for end in ends:
+                parent = hasher(front + parent + body[start:end]).digest()
+                fresh.append(parent)
+                start = end
+        else:
+            first = len(self._hashes)
+            for index, end in enumerate(ends, start=first):
+                extra = self._extra(index)
+                parent = hasher(front + parent + body[start : end - 1] + extra).digest()
+                fresh.append(parent)
+                start = end
+        self._parent = parent
+        self._hashes += fresh
+        return fresh
+
+    def _extra(self, index: int) -> bytes:
+        """CBOR of block `index`'s extra keys. Called for every block, in order."""
+        start, end = index * self.block_tokens, (index + 1) * self.block_tokens
+        keys = [self._lora_key] if self._lora_key else []
+        items = self._items
+        while self._items_passed < len(items) and _end(items[self._items_passed]) <= start:
+            self._items_passed += 1
+        for item in items[self._items_passed :]:
+            if item.offset >= end:
+                break
+            if _end(item) > start:
+                keys.append(_cbor_list(["mm", item.identifier, item.offset - start]))
+        if index == 0 and self._salt_key:
+            keys.append(self._salt_key)
+        return _cbor_head(4, len(keys)) + b"".join(keys) if keys else _NULL
+
+
+def hash_tokens(
+    tokens: TokenIds,
+    algo: str = "sha256_cbor",
+    block_tokens: int = 16,
+    *,
+    seed: str | None = None,
+    cache_salt: str | None = None,
+    lora: tuple[str, str] | None = None,
+    mm: Sequence[MMItem] = (),
+) -> list[bytes]:
+    """Hashes of all full blocks of a prompt; see BlockHasher for arguments and errors."""
+    hasher = BlockHasher(algo, block_tokens, seed=seed, cache_salt=cache_salt, lora=lora, mm=mm)
+    return hasher.feed(tokens)
+
+
+def _end(item: MMItem) -> int:
+    return item.offset + item.length
+
+
+@lru_cache(maxsize=64)
+def _none_hash(algo: str, seed: str) -> bytes:
+    digest: bytes = _HASHERS[algo](_cbor_item(seed)).digest()
+    return digest
+
+
+def _encode_blocks(blocks: npt.NDArray[np.uint32], array_head: bytes) -> tuple[bytes, list[int]]:
+    """CBOR arrays of each row of `blocks` [rows, block_tokens], each followed by a null.
+
+    Returns their bytes, end to end, and the offset at which each row's null ends.
+    """
+    rows, size = blocks.shape
+    kinds = (blocks >= 24).view(np.uint8) + (blocks >= 256).view(np.uint8)
+    kinds += (blocks >= 65_536).view(np.uint8)
+    words = np.empty((rows, size + 2), dtype=np.uint64)
+    keep = np.empty((rows, size + 2), dtype=np.uint64)
+    # The array's head and the null stand in the first and last column, as if they were tokens.
+    words[:, 0] = int.from_bytes(array_head, "big")
+    keep[:, 0] = _keep_word(len(array_head))
+    words[:, -1] = _NULL[0]
+    keep[:, -1] = _keep_word(1)
+    words[:, 1:-1] = _HEADS.take(kinds)
+    words[:, 1:-1] |= blocks
+    keep[:, 1:-1] = _KEEP.take(kinds)
+    big_endian = words.astype(">u8").view(np.uint8).ravel()
+    body = np.compress(keep.view(np.bool_).ravel(), big_endian).tobytes()
+    row_bytes = _WIDTHS.take(kinds).sum(axis=1, dtype=np.int64) + (len(array_head) + 1)
+    return body, np.cumsum(row_bytes).tolist()
+
+
+def _keep_word(width: int) -> np.uint64:
+    """The mask, as it lies in memory, that keeps the last `width` of 8 bytes."""
+    return np.uint64(np.array([byte >= 8 - width for byte in range(8)]).view(np.uint64)[0])
+
+
+def _as_uint32(tokens: TokenIds) -> npt.NDArray[np.uint32]:
+    if isinstance(tokens, np.ndarray):
+        _check_array(tokens)
+        return np.ascontiguousarray(tokens).astype(np.uint32, copy=False)
+    try:
+        # Faster than numpy at lists, and strict: no float, no id out of range passes.
+        return np.frombuffer(array.array("I", tokens), dtype=np.uint32)
+    except (TypeError, OverflowError):
+        _as_ints(tokens)
+        raise
+
+
+def _as_ints(tokens: TokenIds) -> list[int]:
+    if isinstance(tokens, np.ndarray):
+        _check_array(tokens)
+        ids: list[int] = tokens.tolist()
+        return ids
+    for token in tokens:
+        if not isinstance(token, int | np.integer) or not 0 <= token <= MAX_TOKEN_ID:
+            raise ValueError(f"token id {token!r} is no integer of 0..{MAX_TOKEN_ID}")
+    return list(tokens)
+
+
+def _check_array(tokens: npt.NDArray[Any]) -> None:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        if tokens.size == 0:
+            return
+        raise ValueError(
+            f"token ids are an array of {tokens.dtype} with shape {tokens.shape}; they must be "
+            "integers in one dimension"
+        )
+    if tokens.size:
+        for extreme in (int(tokens.min()), int(tokens.max())):
+            if not 0 <= extreme <= MAX_TOKEN_ID:
+                raise ValueError(f"token id {extreme} is no integer of 0..{MAX_TOKEN_ID}")
+
+
+def _cbor_head(major: int, value: int) -> bytes:
+    """The shortest CBOR head of this major type (RFC 8949, section 3)."""
+    if value < 24:
+        return bytes((major << 5 | value,))
+    if value < 256:
+        return bytes((major << 5 | 24, value))
+    if value < 65_536:
+        return bytes((major << 5 | 25, value >> 8, value & 255))
+    if value < 2**32:
+        return bytes((major << 5 | 26,)) + value.to_bytes(4, "big")
+    return bytes((major << 5 | 27,)) + value.to_bytes(8, "big")
+
+
+def _cbor_item(value: str | int) -> bytes:
+    if isinstance(value, int):
+        return _cbor_head(0, value) if value >= 0 else _cbor_head(1, -1 - value)
+    try:
+        text = value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{value!r} is not valid Unicode text, so it has no hash") from None
+    return _cbor_head(3, len(text)) + text
+
+
+def _cbor_list(values: Sequence[str | int]) -> bytes:
+    return _cbor_head(4, len(values)) + b"".join(_cbor_item(value) for value in values)

@@ -1,0 +1,71 @@
+"""Sizes and durations as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from kvstore.errors import ConfigError
+
+_BYTE_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "pb": 10**15,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "pib": 2**50,
+}
+_SECOND_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+MAX_BYTES = 2**63 - 1
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of "200GiB", "2 TB", "1.5MiB" or a plain number; KiB is 1,024 bytes and kB 1,000.
+
+    Raises:
+        ConfigError: no such size, or a part of a byte.
+    """
+    match = _QUANTITY.fullmatch(str(text))
+    unit = _BYTE_UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{text!r} is no size; write a number and a unit, such as 512MiB or 2TB")
+    whole, _, part = match[1].partition(".")
+    scaled = int(whole + part) * unit
+    size, rest = divmod(scaled, 10 ** len(part))
+    if (rest and unit == 1) or size > MAX_BYTES:
+        raise ConfigError(f"{text!r} is no size; it must be whole bytes, at most {MAX_BYTES}")
+    return size
+
+
+def format_bytes(size: int) -> str:
+    """A size for people, with binary units and at most two decimals: 131072 -> "128 KiB"."""
+    sign, value = ("-", float(-size)) if size < 0 else ("", float(size))
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    index = 0
+    # 1023.995 and above would be printed as "1024" of the smaller unit.
+    while value >= 1023.995 and index < len(units) - 1:
+        value /= 1024
+        index += 1
+    return f"{sign}{value:.2f}".rstrip("0").rstrip(".") + f" {units[index]}"
+
+
+def parse_duration_s(text: str | int | float) -> float:
+    """Seconds of "250ms", "1.5s", "10m", "2h", "1d" or a plain number of seconds.
+
+    Raises:
+        ConfigError: no such duration.
+    """
+    match = _QUANTITY.fullmatch(str(text))
+    unit = _SECOND_UNITS.get(match[2].lower() or "s") if match else None
+    if match is None or unit is None:
+        raise ConfigError(
+            f"{text!r} is no duration; write a number and a unit, such as 250ms or 2h"
+        )
+    return float(match[1]) * unit
