@@ -37,8 +37,8 @@ def parse_bytes(text: str | int) -> int:
     if match is None or unit is None:
         raise ConfigError(f"{text!r} is no size; write a number and a unit, such as 512MiB or 2TB")
     whole, _, part = match[1].partition(".")
-    scaled = int(whole + part) * unit
-    size, rest = divmod(scaled, 10 ** len(part))
+    scale: int = 10 ** len(part)
+    size, rest = divmod(int(whole + part) * unit, scale)
     if (rest and unit == 1) or size > MAX_BYTES:
         raise ConfigError(f"{text!r} is no size; it must be whole bytes, at most {MAX_BYTES}")
     return size
