@@ -194,13 +194,13 @@ class ZstdPlanes:
         if len(body) > elements:
             raise FrameInvalid(f"a plane of {len(body)} bytes for {elements} elements")
         if self._size == 1 and len(body) < elements:
-            self._decompress(body, memoryview(part))
+            self._decompress(body, part.data)
             return
         if len(body) == elements:
             bytes_ = np.frombuffer(body, np.uint8)
         else:
             bytes_ = self._tools.plane[:elements]
-            self._decompress(body, memoryview(bytes_))
+            self._decompress(body, bytes_.data)
         if plane == 0:
             np.copyto(part, bytes_)
         else:
@@ -209,7 +209,7 @@ class ZstdPlanes:
 
     def _compress(self, plane: np.ndarray[Any, Any], room: memoryview) -> int:
         """zstd into `room`; 0 when it would not be shorter than the plane, or does not fit."""
-        reader = self._tools.compressor.stream_reader(plane, size=len(plane))
+        reader = self._tools.compressor.stream_reader(plane.data, size=len(plane))
         length = 0
         while length < len(room):
             got = reader.readinto(room[length:])

@@ -1,0 +1,109 @@
+"""The dull twin of every tier: frames in a dict, least recently used first out."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvstore.blocks import Key
+from kvstore.errors import TierError, TierFull
+from kvstore.tiers.base import PAGE_BYTES, Tier
+
+DEFAULT_CAPACITY_BYTES = 1 << 30
+
+
+class Config(BaseModel):
+    """capacity_bytes: most bytes of headers and payloads held."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = "memory"
+    capacity_bytes: int = Field(DEFAULT_CAPACITY_BYTES, ge=2 * PAGE_BYTES)
+
+
+class MemoryTier(Tier):
+    """Keeps frames in this process's memory, and loses them with it."""
+
+    local_index = True
+
+    def __init__(self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, *, name: str = "memory"):
+        self.name = name
+        self._capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()
+        self._frames: OrderedDict[Key, bytes] = OrderedDict()
+        self._used_bytes = 0
+        self._evictions = 0
+        self._closed = False
+
+    def contains(self, keys: Sequence[Key]) -> list[bool]:
+        with self._lock:
+            self._check_open()
+            return [key in self._frames for key in keys]
+
+    def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
+        with self._lock:
+            self._check_open()
+            frame = self._frames.get(key)
+            if frame is None:
+                return 0
+            self._frames.move_to_end(key)
+        length = len(frame) - PAGE_BYTES
+        if length > len(payload):
+            raise TierError(f"a payload of {length} bytes does not fit in {len(payload)}")
+        header[:PAGE_BYTES] = frame[:PAGE_BYTES]
+        payload[:length] = memoryview(frame)[PAGE_BYTES:]
+        return length
+
+    def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
+        frame = b"".join((header[:PAGE_BYTES], payload))
+        with self._lock:
+            self._check_open()
+            if key in self._frames:
+                return
+            if len(frame) > self._capacity_bytes:
+                raise TierFull(
+                    f"a frame of {len(frame)} bytes; {self.name} holds {self._capacity_bytes}"
+                )
+            while self._used_bytes + len(frame) > self._capacity_bytes:
+                _, victim = self._frames.popitem(last=False)
+                self._used_bytes -= len(victim)
+                self._evictions += 1
+            self._frames[key] = frame
+            self._used_bytes += len(frame)
+
+    def delete(self, keys: Sequence[Key]) -> None:
+        with self._lock:
+            self._check_open()
+            for key in keys:
+                self._used_bytes -= len(self._frames.pop(key, b""))
+
+    def keys(self) -> Iterator[Key]:
+        with self._lock:
+            self._check_open()
+            return iter(list(self._frames))
+
+    def stats(self) -> dict[str, int | float | str]:
+        with self._lock:
+            return {
+                "bytes_used": self._used_bytes,
+                "bytes_capacity": self._capacity_bytes,
+                "blocks": len(self._frames),
+                "evictions": self._evictions,
+            }
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._frames.clear()
+            self._used_bytes = 0
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierError(f"tier {self.name} is closed")
+
+
+def open(config: Config) -> Tier:
+    return MemoryTier(config.capacity_bytes, name=config.name)
