@@ -1,0 +1,104 @@
+"""The engine's KV pages: which are free, and how many hold each of the others.
+
+A page is `page_tokens` tokens of KV in the device's pool, named by its index. Everyone who needs
+a page to stay as it is (a running request, the radix tree, a save under way) holds one reference;
+the page is free when the last of them drops it. One count, never clamped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PageIds = NDArray[np.int32]
+
+
+class OutOfPages(Exception):
+    """`alloc` was asked for more pages than are free: the caller looks first, or evicts."""
+
+
+class PagePool:
+    """Counts per page over `num_pages` pages, all free at first. Used from one thread.
+
+    The pages given in one call are distinct; saying one twice raises AssertionError, as does
+    holding or dropping a free page.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages > 0, f"a pool of {num_pages} pages"
+        self.num_pages = num_pages
+        self._counts: NDArray[np.int32] = np.zeros(num_pages, np.int32)
+        # The free pages are stack[:free]; the last freed is the first handed out again.
+        self._stack: PageIds = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._free = num_pages
+        self._marks: NDArray[np.int32] = np.zeros(num_pages, np.int32)
+        self._order: NDArray[np.int32] = np.arange(num_pages, dtype=np.int32)
+
+    @property
+    def free(self) -> int:
+        """Pages nobody holds."""
+        return self._free
+
+    def alloc(self, pages: int) -> PageIds:
+        """`pages` free page ids, int32, each now held once by the caller.
+
+        Raises:
+            OutOfPages: fewer than that are free; nothing was taken.
+        """
+        assert pages >= 0, f"alloc of {pages} pages"
+        if pages > self._free:
+            raise OutOfPages(f"{pages} pages wanted, {self._free} of {self.num_pages} free")
+        self._free -= pages
+        taken = self._stack[self._free : self._free + pages].copy()
+        self._counts[taken] = 1
+        return taken
+
+    def hold(self, pages: PageIds) -> None:
+        """One more reference on each of these pages, none of them free."""
+        counts = self._count_of(pages)
+        self._counts[pages] = counts + 1
+
+    def drop(self, pages: PageIds) -> int:
+        """One reference less on each of these pages. Returns how many became free by it."""
+        counts = self._count_of(pages)
+        counts -= 1
+        self._counts[pages] = counts
+        gone = pages[counts == 0]
+        self._stack[self._free : self._free + len(gone)] = gone
+        self._free += len(gone)
+        return len(gone)
+
+    def count(self, page: int) -> int:
+        """References on one page; 0 when it is free."""
+        return int(self._counts[page])
+
+    def check(self) -> None:
+        """Assert that the free stack holds exactly the pages without a reference."""
+        free = np.sort(self._stack[: self._free])
+        assert np.array_equal(free, np.flatnonzero(self._counts == 0)), "free stack is not the free"
+        assert (self._counts >= 0).all(), "a count below zero"
+
+    def _count_of(self, pages: PageIds) -> NDArray[np.int32]:
+        """A copy of these pages' counts, once they are seen to be distinct, held and in range."""
+        size = len(pages)
+        assert size <= self.num_pages, f"{size} pages named of {self.num_pages}"
+        if not size:
+            return np.zeros(0, np.int32)
+        order = self._order[:size]
+        # A page named twice keeps only the later of its two marks.
+        self._marks[pages] = order
+        assert (self._marks[pages] == order).all(), "a page is named twice in one call"
+        assert pages.min() >= 0, "a page below 0"
+        counts: NDArray[np.int32] = self._counts[pages]
+        assert counts.min() > 0, f"page {_first(pages, counts)} is free: held or dropped too late"
+        return counts
+
+    def __repr__(self) -> str:
+        return f"PagePool({self._free}/{self.num_pages} pages free)"
+
+
+def _first(pages: PageIds, counts: NDArray[Any]) -> int:
+    """The first of these pages whose count is zero."""
+    return int(pages[int(np.argmin(counts))])

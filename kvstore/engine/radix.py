@@ -1,0 +1,426 @@
+"""The engine's prefix cache: a radix tree over token ids whose nodes hold pages of KV.
+
+Who calls: the scheduler, on the engine's loop thread. One tree per pool; one root per
+(LoRA name, cache salt), so that prompts of different roots never meet.
+
+Whole pages only: a prompt matches up to its last page that is wholly equal, and nodes are split
+at page boundaries. A node's KV is on the device (it has pages), or some lower tier is believed to
+hold it (stored), or both. Of every node on the device all ancestors are on the device; of every
+stored token all tokens before it are stored. A node that loses its pages stays in the tree as
+*stored-only* while a lower tier is believed to hold it.
+
+Recency has no clock and no heap: the order is a list. Whatever touches a path (match, insert,
+unlock) moves its nodes to the young end, deepest first, so a parent is always younger than its
+children; the old end of the list is therefore always a leaf, and the least recent one.
+
+A node handed out by `match` or `insert` is good until the next call that changes the tree: lock
+it first. A locked node stays, keeps its pages, and goes on meaning the same tokens through splits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore.engine.pages import PageIds, PagePool
+from kvstore.engine.radix_node import (
+    PAGE_ID_BYTES,
+    TOKEN_BYTES,
+    Node,
+    Root,
+    common_bytes,
+    ids_of,
+    join,
+)
+
+MAX_STORED_TOKENS = 64 * 1024 * 1024
+"""Default bound on stored-only tokens: 4 bytes each and about 500 a node, so under 1 GiB."""
+
+RootName = tuple[str, str]
+NO_ROOT: RootName = ("", "")
+TokenIds = NDArray[np.int32]
+
+
+class RadixMatch(NamedTuple):
+    """What the tree holds of a prompt.
+
+    node: ends exactly at `tokens`; what to lock. A root when nothing matched.
+    tokens: leading tokens whose KV is on the device, whole pages.
+    pages: their page ids in token order, int32; the caller's own array.
+    stored_tokens: at least `tokens`; up to here a lower tier is believed to hold the rest.
+    """
+
+    node: Node
+    tokens: int
+    pages: PageIds
+    stored_tokens: int
+
+
+class Insert(NamedTuple):
+    """node: ends exactly at the last token inserted. matched_tokens: the first so many were on the
+    device already, in the tree's own pages; the pages given for them were not adopted."""
+
+    node: Node
+    matched_tokens: int
+
+
+class RadixCache:
+    """A radix tree over the pages of `pool`, `page_tokens` tokens each. Used from one thread.
+
+    max_stored_tokens: bound on the tokens of stored-only nodes; past it the least recent go.
+    """
+
+    def __init__(
+        self, pool: PagePool, page_tokens: int, *, max_stored_tokens: int = MAX_STORED_TOKENS
+    ) -> None:
+        assert page_tokens > 0, f"a page of {page_tokens} tokens"
+        assert max_stored_tokens >= 0, f"a bound of {max_stored_tokens} tokens"
+        self.pool = pool
+        self.page_tokens = page_tokens
+        self.max_stored_tokens = max_stored_tokens
+        self._key_bytes = page_tokens * TOKEN_BYTES
+        self._roots: dict[RootName, Root] = {}
+        # Oldest first. Every unlocked node on the device is in the first; a locked one may be.
+        self._device_order: OrderedDict[Node, None] = OrderedDict()
+        self._stored_order: OrderedDict[Node, None] = OrderedDict()
+        self._device_pages = 0
+        self._locked_pages = 0
+        self._stored_only_bytes = 0
+
+    # ---- what is there ----
+
+    @property
+    def device_pages(self) -> int:
+        """Pages the tree holds a reference on."""
+        return self._device_pages
+
+    @property
+    def evictable_pages(self) -> int:
+        """Pages of unlocked nodes, all of which `evict` can let go of. Exact.
+
+        A page that somebody else holds too comes free only when they drop it.
+        """
+        return self._device_pages - self._locked_pages
+
+    @property
+    def stored_only_tokens(self) -> int:
+        """Tokens of nodes without pages; never more than `max_stored_tokens` after a call."""
+        return self._stored_only_bytes // TOKEN_BYTES
+
+    def match(self, tokens: TokenIds, root: RootName = NO_ROOT) -> RadixMatch:
+        """The longest leading run of whole pages of `tokens` (int32, one dimension) in the tree.
+
+        Splits the node on the device in which the match ends. Touches the path.
+        """
+        data = _raw(tokens)
+        top = self._roots.get(root)
+        if top is None:
+            return RadixMatch(Root(root), 0, np.empty(0, np.int32), 0)
+        key_bytes = self._key_bytes
+        path: list[Node] = []
+        children = top.children
+        at = 0
+        while (child := children.get(data[at : at + key_bytes])) is not None:
+            edge = child.edge
+            if data.startswith(edge, at):
+                path.append(child)
+                at += len(edge)
+                children = child.children
+                continue
+            common = common_bytes(data, at, edge, key_bytes)
+            path.append(child if child.pages is None else self._split(child, common))
+            at += common
+            break
+        self._touch(path)
+        stored_tokens = at // TOKEN_BYTES
+        while path and path[-1].pages is None:
+            path.pop()
+        raw = join([node.pages for node in path])
+        node = path[-1] if path else top
+        device_tokens = len(raw) // PAGE_ID_BYTES * self.page_tokens
+        return RadixMatch(node, device_tokens, ids_of(raw), stored_tokens)
+
+    # ---- what comes in ----
+
+    def insert(self, tokens: TokenIds, pages: PageIds, root: RootName = NO_ROOT) -> Insert:
+        """Put `tokens` (a multiple of the page) in the tree, their KV lying in `pages`, in order.
+
+        The tree takes a reference on each page it adopts, and none where it has its own page for
+        these tokens already. A stored-only node gets the pages. Touches the path.
+        """
+        data, ids, key_bytes = _raw(tokens), _raw(pages), self._key_bytes
+        assert len(data) % key_bytes == 0, f"{len(tokens)} tokens are not whole pages"
+        assert len(ids) * self.page_tokens == len(data), f"{len(pages)} pages, {len(tokens)} tokens"
+        top = self._roots.get(root) or Root(root)
+        if not data:
+            return Insert(top, 0)
+        self._roots[root] = top
+        path: list[Node] = []
+        node: Node = top
+        at = matched = 0
+        while at < len(data):
+            child = node.children.get(data[at : at + key_bytes])
+            if child is None:
+                child = Node(node, data[at:], None)
+                node.children[data[at : at + key_bytes]] = child
+            else:
+                common = common_bytes(data, at, child.edge, key_bytes)
+                if common < len(child.edge):
+                    child = self._split(child, common)
+            end = at + len(child.edge)
+            if child.pages is None:
+                self._adopt(child, ids[self._page_bytes(at) : self._page_bytes(end)])
+            else:
+                matched = end
+            path.append(child)
+            node, at = child, end
+        self.pool.hold(ids_of(ids[self._page_bytes(matched) :]))
+        self._touch(path)
+        return Insert(node, matched // TOKEN_BYTES)
+
+    def mark_stored(self, tokens: TokenIds, root: RootName, tokens_stored: int) -> None:
+        """A lower tier now holds the whole pages of `tokens[:tokens_stored]`.
+
+        Marks what of them is in the tree, adds nothing, touches nothing.
+        """
+        whole = tokens_stored // self.page_tokens * self._key_bytes
+        for node, _start, common in self._walk(_raw(tokens)[:whole], root):
+            node.stored_bytes = max(node.stored_bytes, common)
+
+    def forget_stored(self, tokens: TokenIds, root: RootName, from_token: int) -> None:
+        """The lower tiers lost the page of `tokens` that holds token `from_token`.
+
+        Neither it nor anything that continues it counts as stored any more; stored-only nodes
+        there leave the tree. Says nothing where `tokens` do not reach, or are not in the tree.
+        """
+        cut = from_token // self.page_tokens * self._key_bytes
+        for node, start, common in self._walk(_raw(tokens), root):
+            if start + common > cut:
+                self._forget(node, cut - start)
+                return
+
+    # ---- who needs it ----
+
+    def lock(self, node: Node) -> None:
+        """Keep this node and its ancestors on the device until `unlock`. Counts.
+
+        A node counts its own locks and its locked children, so a lock stops at the first ancestor
+        that is locked already.
+        """
+        assert node.pages is not None, "lock of a node that has left the device"
+        node.locks += 1
+        while node.locks == 1 and node.parent is not None:
+            self._locked_pages += len(node.pages or b"") // PAGE_ID_BYTES
+            node = node.parent
+            node.locks += 1
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock`. Nodes that nobody locks now are the most recent.
+
+        Of these, each that has become the only child of its parent is merged with it: a prompt
+        that was inserted piece by piece is one node again.
+        """
+        unlocked: list[Node] = []
+        above: Node | None = node
+        while above is not None:
+            assert above.locks > 0, "unlocked more often than locked"
+            above.locks -= 1
+            if above.locks or above.parent is None:
+                break
+            self._locked_pages -= len(above.pages or b"") // PAGE_ID_BYTES
+            self._device_order[above] = None
+            self._device_order.move_to_end(above)
+            unlocked.append(above)
+            above = above.parent
+        self._merge(unlocked)
+
+    # ---- what goes out ----
+
+    def evict(self, pages: int) -> int:
+        """Let go of least recent unlocked leaves, from their ends, until `pages` became free.
+
+        Returns how many did: fewer only when no unlocked node is left on the device. Pages that
+        somebody else holds are let go of and not counted.
+        """
+        freed = 0
+        while freed < pages and (gone := self._detach(pages - freed)):
+            freed += self.pool.drop(ids_of(b"".join(gone)))
+        self._bound_stored()
+        return freed
+
+    def clear(self) -> None:
+        """Forget everything that is not locked, and that anything is stored."""
+        for top in list(self._roots.values()):
+            for child in list(top.children.values()):
+                self._forget(child, 0)
+        if gone := self._detach(self.evictable_pages):
+            self.pool.drop(ids_of(b"".join(gone)))
+
+    def check(self) -> None:
+        """Assert every invariant, looking at the whole tree. For tests."""
+        from kvstore.engine.radix_check import check
+
+        check(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"RadixCache({self._device_pages} pages, {self._locked_pages} locked, "
+            f"{self.stored_only_tokens}/{self.max_stored_tokens} tokens stored only)"
+        )
+
+    # ---- inside ----
+
+    def _page_bytes(self, edge_bytes: int) -> int:
+        """Where in raw page ids the page begins that begins here in raw token ids."""
+        return edge_bytes // self._key_bytes * PAGE_ID_BYTES
+
+    def _walk(self, data: bytes, root: RootName) -> Iterator[tuple[Node, int, int]]:
+        """Nodes along `data`: (node, where its edge starts, bytes of it matched; never zero)."""
+        node: Node | None = self._roots.get(root)
+        at = 0
+        while node is not None:
+            node = node.children.get(data[at : at + self._key_bytes])
+            if node is None:
+                return
+            common = common_bytes(data, at, node.edge, self._key_bytes)
+            yield node, at, common
+            if common < len(node.edge):
+                return
+            at += common
+
+    def _touch(self, path: list[Node]) -> None:
+        """Make these nodes, given from the top, the most recent, and parents more than children.
+
+        A locked one moves when it is unlocked.
+        """
+        for node in reversed(path):
+            if node.pages is None:
+                self._stored_order.move_to_end(node)
+            elif not node.locks:
+                self._device_order.move_to_end(node)
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut `node`'s edge after `at` bytes and return the new upper part.
+
+        The lower part stays the same object, so that locks on it still cover the same tokens. The
+        caller touches the upper part, which is younger than its list says.
+        """
+        upper = node.split(at, self._key_bytes)
+        if upper.pages is None:
+            self._stored_order[upper] = None
+        elif not upper.locks:
+            self._device_order[upper] = None
+        return upper
+
+    def _adopt(self, node: Node, ids: bytes) -> None:
+        """Give pages to a node that has none: one new here, or stored-only until now."""
+        if node.stored_bytes:
+            del self._stored_order[node]
+            self._stored_only_bytes -= len(node.edge)
+        node.pages = ids
+        self._device_order[node] = None
+        self._device_pages += len(ids) // PAGE_ID_BYTES
+
+    def _merge(self, unlocked: list[Node]) -> None:
+        """Join neighbours of `unlocked`, a path from below, where the upper has no other child."""
+        first = 0
+        for end in range(1, len(unlocked) + 1):
+            if end < len(unlocked) and len(unlocked[end].children) == 1:
+                continue
+            if end - first > 1:
+                for gone in unlocked[first + 1 : end]:
+                    del self._device_order[gone]
+                unlocked[first].absorb(unlocked[first + 1 : end], self._key_bytes)
+            first = end
+
+    def _detach(self, pages: int) -> list[bytes]:
+        """Take up to `pages` pages from the least recent unlocked leaves; their raw ids."""
+        order = self._device_order
+        gone: list[bytes] = []
+        while pages > 0 and order:
+            node = next(iter(order))
+            if node.locks:
+                del order[node]  # unlock puts it back
+                continue
+            assert node.pages is not None, "a node without pages among those on the device"
+            take = min(pages, len(node.pages) // PAGE_ID_BYTES)
+            pages -= take
+            self._device_pages -= take
+            gone.append(node.pages[len(node.pages) - take * PAGE_ID_BYTES :])
+            if len(gone[-1]) < len(node.pages):
+                self._shorten(node, take)
+                continue
+            del order[node]
+            if not node.stored_bytes:
+                self._remove(node)
+                continue
+            node.pages = None
+            node.edge = node.edge[: node.stored_bytes]
+            self._stored_order[node] = None
+            self._stored_only_bytes += len(node.edge)
+        return gone
+
+    def _shorten(self, node: Node, pages: int) -> None:
+        """Take the last `pages` pages from a leaf; what is stored of them stays below it."""
+        assert node.pages is not None
+        keep = len(node.edge) - pages * self._key_bytes
+        if node.stored_bytes > keep:
+            self._stored_only_bytes += node.stored_bytes - keep
+            lower = node.push_down(keep, self._key_bytes)
+            self._stored_order[lower] = None
+            self._stored_order.move_to_end(lower)
+            node.stored_bytes = keep
+        node.edge = node.edge[:keep]
+        node.pages = node.pages[: -pages * PAGE_ID_BYTES]
+
+    def _remove(self, node: Node) -> None:
+        """Take a node without children out of the tree, and its root if it was the last."""
+        top = node.parent
+        assert top is not None
+        assert not node.locks, "a locked node is removed"
+        del top.children[node.edge[: self._key_bytes]]
+        node.parent = node.pages = None
+        if isinstance(top, Root) and not top.children:
+            self._roots.pop(top.name, None)
+
+    def _forget(self, node: Node, keep: int) -> None:
+        """Nothing of `node`'s edge after `keep` bytes, and nothing below it, is stored now."""
+        if node.stored_bytes <= keep:
+            return
+        doomed = [node]
+        for below in doomed:
+            doomed.extend(child for child in below.children.values() if child.stored_bytes)
+        for below in reversed(doomed[1:]):
+            self._unstore(below, 0)
+        self._unstore(node, keep)
+
+    def _unstore(self, node: Node, keep: int) -> None:
+        """Of this one node only `keep` bytes stay stored; without pages that is all of it."""
+        if node.pages is None:
+            self._stored_only_bytes -= len(node.edge) - keep
+            if not keep:
+                del self._stored_order[node]
+                self._remove(node)
+                return
+            node.edge = node.edge[:keep]
+        node.stored_bytes = keep
+
+    def _bound_stored(self) -> None:
+        """Drop the least recent stored-only tokens, whole pages from the ends of leaves."""
+        page_bytes = self._key_bytes
+        while (over := self._stored_only_bytes - self.max_stored_tokens * TOKEN_BYTES) > 0:
+            node = next(iter(self._stored_order))
+            assert not node.children, "a stored-only parent is older than its child"
+            drop = -(-over // page_bytes) * page_bytes
+            self._unstore(node, max(0, len(node.edge) - drop))
+
+
+def _raw(ids: NDArray[np.int32]) -> bytes:
+    """Token or page ids as bytes. Anything but one dimension of int32 is our own mistake."""
+    assert ids.dtype == np.int32, f"ids of dtype {ids.dtype}, int32 expected"
+    assert ids.ndim == 1, f"ids of {ids.ndim} dimensions"
+    return ids.tobytes()

@@ -1,0 +1,139 @@
+"""One edge of the radix tree, and what can be said of it without the rest of the tree.
+
+Token ids and page ids are kept as the raw bytes of int32 arrays: comparing an edge with a prompt
+is one memcmp (`bytes.startswith` at an offset, no copy), a child is found by one dict lookup of
+its first page's bytes, and a token costs 4 bytes, a page 4 more.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+TOKEN_BYTES = 4
+PAGE_ID_BYTES = 4
+NO_PAGES = b""
+
+
+class Node:
+    """A run of whole pages below `parent`. A root has no parent and an empty edge.
+
+    edge: token ids, int32 as bytes; never empty but in a root.
+    pages: page ids of the edge, int32 as bytes, one a page; None when the KV is not on the device
+        (the node is then stored-only: some lower tier is believed to hold all of its edge).
+    children: by the bytes of their first page's tokens. Two may share a token prefix that is
+        shorter than a page.
+    locks: own locks plus the number of children with any: locked if and only if above zero.
+    stored_bytes: how much of the edge, in bytes of it, a lower tier is believed to hold.
+    """
+
+    __slots__ = ("children", "edge", "locks", "pages", "parent", "stored_bytes")
+
+    def __init__(
+        self, parent: Node | None, edge: bytes, pages: bytes | None, stored_bytes: int = 0
+    ) -> None:
+        self.parent = parent
+        self.edge = edge
+        self.pages = pages
+        self.children: dict[bytes, Node] = {}
+        self.locks = 0
+        self.stored_bytes = stored_bytes
+
+    @property
+    def tokens(self) -> int:
+        """Length of the edge in tokens."""
+        return len(self.edge) // TOKEN_BYTES
+
+    def split(self, at: int, key_bytes: int) -> Node:
+        """Cut the edge after `at` bytes; returns the new upper part, this node being the lower.
+
+        The upper part is as locked as the lower: it counts it as one locked child.
+        """
+        assert self.parent is not None
+        assert 0 < at < len(self.edge), f"a split at {at} of {len(self.edge)} bytes"
+        upper = Node(self.parent, self.edge[:at], None, min(self.stored_bytes, at))
+        if self.pages is not None:
+            ids_at = at // key_bytes * PAGE_ID_BYTES
+            upper.pages, self.pages = self.pages[:ids_at], self.pages[ids_at:]
+        upper.locks = 1 if self.locks else 0
+        self.parent.children[self.edge[:key_bytes]] = upper
+        self.edge = self.edge[at:]
+        self.stored_bytes = max(0, self.stored_bytes - at)
+        self.parent = upper
+        upper.children[self.edge[:key_bytes]] = self
+        return upper
+
+    def absorb(self, uppers: list[Node], key_bytes: int) -> None:
+        """Take over the edges and pages of ancestors, nearest first, that have no other child."""
+        whole = [*reversed(uppers), self]
+        top = uppers[-1].parent
+        assert top is not None
+        self.edge = b"".join([node.edge for node in whole])
+        self.pages = b"".join([node.pages or NO_PAGES for node in whole])
+        self.stored_bytes = sum(node.stored_bytes for node in whole)
+        self.parent = top
+        top.children[self.edge[:key_bytes]] = self
+        for gone in uppers:
+            gone.parent = gone.pages = None
+            gone.children = {}
+
+    def push_down(self, keep: int, key_bytes: int) -> Node:
+        """Hand what is stored past `keep` bytes of the edge to a stored-only node; returns that.
+
+        An only child takes it in front of its own edge, so that a leaf evicted page by page does
+        not leave a chain of nodes; several children get a new parent. The caller shortens this
+        node.
+        """
+        tail = self.edge[keep : self.stored_bytes]
+        if len(self.children) == 1:
+            (lower,) = self.children.values()
+            lower.edge = tail + lower.edge
+        else:
+            lower = Node(self, tail, None)
+            lower.children = self.children
+            for child in lower.children.values():
+                child.parent = lower
+        lower.stored_bytes = len(lower.edge)
+        self.children = {tail[:key_bytes]: lower}
+        return lower
+
+    def __repr__(self) -> str:
+        where = "stored only" if self.pages is None else f"{len(self.pages) // PAGE_ID_BYTES} pages"
+        return f"Node({self.tokens} tokens, {where}, {len(self.children)} children)"
+
+
+class Root(Node):
+    """Where the prompts of one (LoRA name, cache salt) begin: an empty edge, no parent."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: tuple[str, str]) -> None:
+        super().__init__(None, b"", NO_PAGES)
+        self.name = name
+
+
+def common_bytes(data: bytes, start: int, edge: bytes, key_bytes: int) -> int:
+    """Bytes that `data[start:]` and `edge` have in common, rounded down to whole pages.
+
+    key_bytes: bytes of one page's token ids.
+    """
+    if data.startswith(edge, start):
+        return len(edge)
+    tokens = min(len(edge), len(data) - start) // TOKEN_BYTES
+    left: NDArray[np.int32] = np.frombuffer(data, np.int32, tokens, start)
+    right: NDArray[np.int32] = np.frombuffer(edge, np.int32, tokens)
+    differs = left != right
+    first = int(differs.argmax()) if tokens else 0
+    if tokens and not differs[first]:
+        first = tokens
+    return first * TOKEN_BYTES // key_bytes * key_bytes
+
+
+def ids_of(raw: bytes | bytearray) -> NDArray[np.int32]:
+    """int32 view of raw ids; read-only when the bytes are."""
+    return np.frombuffer(raw, np.int32)
+
+
+def join(parts: list[bytes | None]) -> bytearray:
+    """Raw page ids of a path in one buffer, which an array over it may write to."""
+    return bytearray().join(parts)  # type: ignore[arg-type]  # the caller left out the Nones
