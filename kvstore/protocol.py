@@ -8,7 +8,8 @@ first element is a `Verb`. The client speaks first:
 
     [HELLO, {version, namespace, digest, token, client, pid}]
                          -> [WELCOME, {version, slots, slot_bytes, session}]  + the slab's fd
-                         -> [REFUSED, text]    and the server hangs up
+                         -> [REFUSED, text, again]    and the server hangs up; again: it may
+                                                      be worth another try later
     [MATCH | LOAD | SAVE, ticket, [hash, ...]]
                          -> [UPDATE, ticket, done, fault, ...]   as often as the ticket moves
     [COMMIT, ticket, grants]     grants: how many the client saw and filled; if the server granted

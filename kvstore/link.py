@@ -1,0 +1,209 @@
+"""One connection of a client to the sidecar: dialled, welcomed, mapped, and let go of in order.
+
+`client.Client` holds one at a time and dials the next when it ends. Sending never blocks the
+caller: what the socket does not take at once waits for the link's writer thread.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kvstore.blocks import Namespace
+from kvstore.errors import ConfigError, TierUnavailable
+from kvstore.leases import Slab
+from kvstore.protocol import (
+    PROTOCOL_VERSION,
+    Malformed,
+    Receiver,
+    Verb,
+    check_number,
+    hello,
+)
+
+MAX_OUTBOUND_BYTES: Final = 16 << 20
+"""Bytes waiting for the writer above which a client asks nothing new. Hand-backs still pass: there
+are no more of them than outstanding tickets."""
+
+
+class NoSlab:
+    """Behind tickets that were never asked of a sidecar: they name no slots."""
+
+    slots = 0
+    slot_bytes = 0
+
+    def view(self, slot: int) -> memoryview:
+        raise AssertionError(f"slot {slot} of no slab")
+
+
+NO_SLAB = NoSlab()
+
+
+class Link:
+    """A connection that has been welcomed.
+
+    slab: the sidecar's slab, mapped here.
+    alive: the stream still stands; False once its reader met its end.
+    hung: the other side has been silent past the limit; it may speak again.
+    holders: tickets with slots that have not been handed back. The safety rule of `protocol`:
+        `finish` is called at zero and never before.
+    """
+
+    def __init__(self, sock: socket.socket, receiver: Receiver, slab: Slab, session: int) -> None:
+        self.sock = sock
+        self.receiver = receiver
+        self.slab = slab
+        self.session = session
+        self.alive = True
+        self.hung = False
+        self.holders = 0
+        self.waiting_since_s: float | None = None
+        self.pinged = False
+        self.outbound_bytes = 0
+        self._pending: deque[bytes] = deque()
+        self._writing = False
+        self._over = False
+        self._out = threading.Condition()
+        self._writer = threading.Thread(target=self._write, name="kvstore-writer", daemon=True)
+        self._writer.start()
+
+    def send(self, data: bytes) -> None:
+        """Send in order, without waiting. A broken stream is the reader's to notice."""
+        with self._out:
+            if not self._pending and not self._writing:
+                try:
+                    sent = self.sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                except BlockingIOError:
+                    sent = 0
+                except OSError:
+                    return
+                if sent == len(data):
+                    return
+                data = data[sent:]
+            self._pending.append(data)
+            self.outbound_bytes += len(data)
+            self._out.notify()
+
+    def _write(self) -> None:
+        """The writer: sends what the socket did not take at once."""
+        while True:
+            with self._out:
+                self._writing = False
+                while not self._pending and not self._over:
+                    self._out.wait()
+                if not self._pending:
+                    return
+                data = self._pending.popleft()
+                self._writing = True
+            try:
+                self.sock.sendall(data)
+            except OSError:
+                with self._out:
+                    self._pending.clear()
+                    self._over = True
+                    self._writing = False
+                return
+            with self._out:
+                self.outbound_bytes -= len(data)
+
+    def hang_up(self) -> None:
+        """End the stream in both directions; wakes whoever blocks on it. Only under the rule."""
+        with self._out:
+            self._over = True
+            self._out.notify()
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the other side was quicker
+
+    def finish(self) -> None:
+        """Close the socket and unmap the slab. No slot of it is named by a live ticket any more."""
+        assert self.holders == 0, f"{self.holders} tickets still name slots of this slab"
+        self.hang_up()
+        self._writer.join()
+        self.sock.close()
+        self.slab.close()
+
+
+def dial(
+    path: str,
+    namespace: Namespace,
+    token: str | None,
+    client: str,
+    *,
+    limit_s: float,
+    tick_s: float,
+) -> Link:
+    """Connect, say hello, map the slab.
+
+    limit_s: bound on each step. tick_s: how often a silent `receiver.read` raises TimeoutError.
+
+    Raises:
+        TierUnavailable: nobody listens, or not now.
+        ConfigError: the sidecar refused this client for what it is.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    fds: list[int] = []
+    try:
+        sock.settimeout(limit_s)
+        sock.connect(path)
+        sock.sendall(hello(namespace, token, client, os.getpid()))
+        receiver = Receiver(sock)
+        flags = socket.MSG_CMSG_CLOEXEC
+        data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 1, flags)
+        if not data:
+            raise TierUnavailable(f"the sidecar at {path} hung up at hello")
+        receiver.feed(data)
+        slots, slot_bytes, session = _welcome(receiver.read(), path)
+        if not fds:
+            raise TierUnavailable(f"the sidecar at {path} passed no slab")
+        slab = Slab.attach(fds.pop(), slots, slot_bytes)
+        sock.settimeout(None)
+        seconds = int(tick_s)
+        micros = max(1, int((tick_s - seconds) * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, micros))
+        return Link(sock, receiver, slab, session)
+    except (OSError, Malformed) as error:
+        sock.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TierUnavailable(f"no sidecar at {path}: {reason}") from None
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _welcome(message: list[Any] | None, path: str) -> tuple[int, int, int]:
+    """(slots, slot_bytes, session) of the sidecar's answer to a hello."""
+    if message is None:
+        raise TierUnavailable(f"the sidecar at {path} hung up at hello")
+    if message[0] == Verb.REFUSED and len(message) == 3:
+        if message[2]:
+            raise TierUnavailable(f"the sidecar at {path} refused for now: {message[1]}")
+        raise ConfigError(f"the sidecar at {path} refused: {message[1]}")
+    if message[0] != Verb.WELCOME or len(message) != 2 or type(message[1]) is not dict:
+        raise Malformed("no welcome")
+    about = message[1]
+    if about.get("version") != PROTOCOL_VERSION:
+        raise ConfigError(
+            f"the sidecar at {path} speaks protocol {about.get('version')!r}, this client "
+            f"{PROTOCOL_VERSION}; run the same kvstore on both sides"
+        )
+    slots, slot_bytes = check_number(about.get("slots")), check_number(about.get("slot_bytes"))
+    return slots, slot_bytes, check_number(about.get("session"))
+
+
+def check_slots(slots: Sequence[Any], right: int, link: Link) -> None:
+    """Slots named by an update must lie in the link's slab, one for each block."""
+    if len(slots) != right:
+        raise Malformed("an update whose lists differ in length")
+    for slot in slots:
+        if check_number(slot) >= link.slab.slots:
+            raise Malformed(f"slot {slot} of a slab of {link.slab.slots}")
