@@ -1,0 +1,252 @@
+"""Reads a Hugging Face model folder: config.json, *.safetensors, tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+import tokenizers
+import torch
+
+from kvstore.engine.model import FAMILIES, ModelConfig
+from kvstore.engine.rope import RopeConfig
+from kvstore.engine.tokenizer import Tokenizer, TokenizerFacts
+from kvstore.errors import ConfigError
+
+MAX_JSON_BYTES = 256 << 20
+INDEX_FILE = "model.safetensors.index.json"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ConfigError: it cannot be read, is no JSON object, or is over MAX_JSON_BYTES.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_JSON_BYTES} bytes; it cannot be right")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return found
+
+
+class HFFolder:
+    """A model folder. Tensors are read one at a time from mapped files.
+
+    Raises:
+        ConfigError: no config.json, no weights, or weights that cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path} has no config.json; a Hugging Face model folder has one")
+        self.raw_config = read_json(path / "config.json")
+        files = self._files()
+        self._where: dict[str, Any] = {}
+        for file in files:
+            try:
+                opened: Any = safetensors.safe_open(str(file), framework="pt")
+            except (OSError, safetensors.SafetensorError) as error:
+                raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
+            for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+                self._where[name] = opened
+
+    def _files(self) -> list[Path]:
+        """The weight files: those the index names, else every *.safetensors of the folder."""
+        index = self.path / INDEX_FILE
+        if not index.is_file():
+            files = sorted(self.path.glob("*.safetensors"))
+            if not files:
+                raise ConfigError(
+                    f"{self.path} has no weights; *.safetensors files would be right "
+                    f"(pickled .bin weights are not read)"
+                )
+            return files
+        names = read_json(index).get("weight_map", {}).values()
+        files = [self.path / Path(str(name)).name for name in sorted(set(names))]
+        for file in files:
+            if not file.is_file():
+                raise ConfigError(f"{self.path} has no {file.name}, which {INDEX_FILE} names")
+        return files
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Names of the tensors the files hold."""
+        return self._where
+
+    def name_of(self, name: str) -> str:
+        return name
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """A tensor's bytes as they lie in the file."""
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        return tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor in the dtype it is stored in.
+
+        Raises:
+            ConfigError: it is quantised (no float32, bfloat16 or float16).
+        """
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        if tensor.dtype not in _FLOATS:
+            raise ConfigError(
+                f"{self.path}: tensor {name!r} is {tensor.dtype}; float32, bfloat16 and float16 "
+                f"weights are supported, quantised ones as GGUF"
+            )
+        return tensor
+
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return config_from_hf(
+            self.raw_config,
+            where=str(self.path),
+            eos_ids=self.facts().eos_ids,
+            tied="lm_head.weight" not in self._where,
+            qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._where,
+        )
+
+    def facts(self) -> TokenizerFacts:
+        """What the folder says of special tokens and chat."""
+        tokenizer_config = self._optional("tokenizer_config.json")
+        generation = self._optional("generation_config.json")
+        template = tokenizer_config.get("chat_template")
+        if isinstance(template, list):  # several named templates: [{"name":, "template":}]
+            named = {item.get("name"): item.get("template") for item in template}
+            template = named.get("default")
+        separate = self.path / "chat_template.jinja"
+        if template is None and separate.is_file():
+            template = separate.read_text(encoding="utf-8")
+        ends = [*_ids(generation.get("eos_token_id")), *_ids(self.raw_config.get("eos_token_id"))]
+        bos = _ids(self.raw_config.get("bos_token_id"))
+        return TokenizerFacts(
+            bos_id=bos[0] if bos else None,
+            eos_ids=tuple(dict.fromkeys(ends)),
+            # tokenizer.json's own post-processor adds what belongs around a prompt.
+            add_bos=False,
+            chat_template=template,
+            bos_token=_token_text(tokenizer_config.get("bos_token")),
+            eos_token=_token_text(tokenizer_config.get("eos_token")),
+        )
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The folder's tokenizer; None where it has no tokenizer.json.
+
+        Raises:
+            ConfigError: tokenizer.json cannot be read.
+        """
+        path = self.path / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for a malformed file
+            raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
+        # A tokenizer.json may ask for truncation or padding; an engine wants the ids as they are.
+        inner.no_truncation()
+        inner.no_padding()
+        facts = self.facts()
+        if not facts.eos_ids and facts.eos_token:
+            end = inner.token_to_id(facts.eos_token)
+            if end is not None:
+                facts = TokenizerFacts(**{**vars(facts), "eos_ids": (end,)})
+        return Tokenizer(inner, facts)
+
+    def _optional(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        return read_json(path) if path.is_file() else {}
+
+
+def _ids(value: Any) -> list[int]:
+    """Token ids from JSON's null, number or list."""
+    if value is None:
+        return []
+    return [int(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def _token_text(value: Any) -> str:
+    """Text of a token from JSON's null, string or {"content": ...}."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def config_from_hf(
+    raw: dict[str, Any],
+    *,
+    where: str = "config.json",
+    eos_ids: tuple[int, ...] = (),
+    tied: bool | None = None,
+    qkv_bias: bool | None = None,
+) -> ModelConfig:
+    """A model's shape from its Hugging Face config.
+
+    tied, qkv_bias: what the weights show, where they are known; else what the config says.
+
+    Raises:
+        ConfigError: an unsupported architecture or option, or a missing entry.
+    """
+    family = str(raw.get("model_type", "missing"))
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"{where}: architecture {family!r} is not supported; "
+            f"supported are {', '.join(FAMILIES)}"
+        )
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; 'silu' is")
+    if raw.get("use_sliding_window"):
+        raise ConfigError(f"{where}: sliding-window attention is not supported; full attention is")
+    try:
+        heads = int(raw["num_attention_heads"])
+        hidden = int(raw["hidden_size"])
+        bias = bool(raw.get("attention_bias", family == "qwen2"))
+        return ModelConfig(
+            family=family,
+            layers=int(raw["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(raw.get("num_key_value_heads") or heads),
+            head_dim=int(raw.get("head_dim") or hidden // heads),
+            hidden=hidden,
+            intermediate=int(raw["intermediate_size"]),
+            vocab=int(raw["vocab_size"]),
+            max_positions=int(raw["max_position_embeddings"]),
+            norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope=_rope(raw, where),
+            qkv_bias=bias if qkv_bias is None else qkv_bias,
+            output_bias=bias and family == "llama",
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=family == "qwen3",
+            tied_embeddings=bool(raw.get("tie_word_embeddings", False)) if tied is None else tied,
+            bos_id=next(iter(_ids(raw.get("bos_token_id"))), None),
+            eos_ids=eos_ids or tuple(_ids(raw.get("eos_token_id"))),
+        )
+    except KeyError as error:
+        raise ConfigError(f"{where}: the entry {error.args[0]!r} is missing") from error
+
+
+def _rope(raw: dict[str, Any], where: str) -> RopeConfig:
+    """Rotary settings, in the older form (rope_theta, rope_scaling) or the newer
+    (rope_parameters)."""
+    if float(raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ConfigError(f"{where}: partial rotary positions are not supported; whole ones are")
+    newer = raw.get("rope_parameters") or {}
+    scaling = newer or raw.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return RopeConfig(
+        theta=float(newer.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        scaling="none" if kind == "default" else str(kind),
+        factor=float(scaling.get("factor", 1.0)),
+        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+        original_max_positions=int(scaling.get("original_max_position_embeddings", 8192)),
+    )

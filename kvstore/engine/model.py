@@ -1,0 +1,218 @@
+"""The decoder of the Llama, Qwen2 and Qwen3 families, over a paged KV pool.
+
+One implementation serves all three: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+Qwen2 adds biases to q, k and v; Qwen3 norms each head of q and k. Weights that read the same input
+are stacked (q, k, v; gate and up), so that a step makes four matrix products a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from kvstore.engine.attention import AttentionPlan
+from kvstore.engine.lora import LoraSegment
+from kvstore.engine.rope import RopeConfig, RopeTable
+from kvstore.errors import ConfigError
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of a model; sizes in elements, lengths in tokens.
+
+    Raises:
+        ConfigError: an unsupported family, or sizes that do not fit together.
+    """
+
+    family: str = "llama"
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    max_positions: int
+    norm_eps: float = 1e-5
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ConfigError(
+                f"architecture {self.family!r} is not supported; "
+                f"supported are {', '.join(FAMILIES)}"
+            )
+        for name in ("layers", "heads", "kv_heads", "hidden", "intermediate", "vocab"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model {name} is {getattr(self, name)}; it must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"{self.heads} heads do not divide into {self.kv_heads} KV heads; "
+                f"heads must be a multiple of kv_heads"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ConfigError(f"head_dim is {self.head_dim}; rotary positions need an even one")
+        pairs = len(self.rope.divisors)
+        if pairs not in (0, self.head_dim // 2):
+            raise ConfigError(f"{pairs} rope divisors do not fit head_dim {self.head_dim}")
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of the seven matrices of a layer, by Hugging Face's short names."""
+        return {
+            "q_proj": (self.q_width, self.hidden),
+            "k_proj": (self.kv_width, self.hidden),
+            "v_proj": (self.kv_width, self.hidden),
+            "o_proj": (self.hidden, self.q_width),
+            "gate_proj": (self.intermediate, self.hidden),
+            "up_proj": (self.intermediate, self.hidden),
+            "down_proj": (self.hidden, self.intermediate),
+        }
+
+
+@dataclass(slots=True)
+class Layer:
+    """Weights of one layer; matrices are [out, in]. None where the family has none."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    output: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    qkv_bias: torch.Tensor | None = None
+    output_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+
+
+class Transformer:
+    """Weights on one device, and the forward pass over a paged pool."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Sequence[Layer],
+        *,
+        embedding: torch.Tensor,
+        final_norm: torch.Tensor,
+        lm_head: torch.Tensor | None = None,
+    ) -> None:
+        """embedding: [vocab, hidden]; lm_head: the same shape, or None where tied."""
+        assert len(layers) == config.layers, (len(layers), config.layers)
+        assert (lm_head is None) == config.tied_embeddings
+        self.config = config
+        self.layers = list(layers)
+        self.embedding = embedding
+        self.final_norm = final_norm
+        self.lm_head = embedding if lm_head is None else lm_head
+        self.rope = RopeTable(config.rope, config.head_dim, config.max_positions, embedding.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: torch.Tensor,
+        plan: AttentionPlan,
+        lora: Sequence[LoraSegment] = (),
+    ) -> torch.Tensor:
+        """Compute these tokens, write their K and V into the pool, return the rows' next logits.
+
+        ids, positions: [tokens] int64, all rows' new tokens one after another.
+        pool: [layers, 2, num_pages, page_tokens, kv_heads, head_dim], written in place.
+        Returns: [rows, vocab] float32, the logits of each row's last token.
+        """
+        config = self.config
+        eps = config.norm_eps
+        cos, sin = self.rope.at(positions)
+        x = F.embedding(ids, self.embedding)
+        for index, layer in enumerate(self.layers):
+            normed = F.rms_norm(x, (config.hidden,), layer.input_norm, eps)
+            x = x + self._attend(index, layer, normed, cos, sin, pool[index], plan, lora)
+            normed = F.rms_norm(x, (config.hidden,), layer.mlp_norm, eps)
+            x = x + self._mlp(index, layer, normed, lora)
+        last = F.rms_norm(x[plan.last_tokens], (config.hidden,), self.final_norm, eps)
+        return F.linear(last, self.lm_head).float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: Layer,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer_pool: torch.Tensor,
+        plan: AttentionPlan,
+        lora: Sequence[LoraSegment],
+    ) -> torch.Tensor:
+        """Attention of one layer: x [tokens, hidden] normed, returns [tokens, hidden]."""
+        config = self.config
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        for segment in lora:
+            segment.apply(index, "qkv", x, qkv)
+        heads = qkv.view(len(x), -1, config.head_dim)
+        turning = heads[:, : config.heads + config.kv_heads]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = F.rms_norm(
+                turning[:, : config.heads], (config.head_dim,), layer.q_norm, config.norm_eps
+            )
+            k = F.rms_norm(
+                turning[:, config.heads :], (config.head_dim,), layer.k_norm, config.norm_eps
+            )
+            turning = torch.cat((q, k), dim=1)
+        turned = self.rope.turn(turning, cos, sin)
+        q, k = turned[:, : config.heads], turned[:, config.heads :]
+        plan.write(layer_pool, k, heads[:, config.heads + config.kv_heads :])
+        mixed = plan.attend(q, layer_pool)
+        out = F.linear(mixed, layer.output, layer.output_bias)
+        for segment in lora:
+            segment.apply(index, "output", mixed, out)
+        return out
+
+    def _mlp(
+        self, index: int, layer: Layer, x: torch.Tensor, lora: Sequence[LoraSegment]
+    ) -> torch.Tensor:
+        """SwiGLU (Shazeer 2020, arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
+        gate_up = F.linear(x, layer.gate_up, layer.gate_up_bias)
+        for segment in lora:
+            segment.apply(index, "gate_up", x, gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = F.silu(gate).mul_(up)
+        out = F.linear(inner, layer.down, layer.down_bias)
+        for segment in lora:
+            segment.apply(index, "down", inner, out)
+        return out

