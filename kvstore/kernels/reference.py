@@ -5,7 +5,7 @@ Works on host memory only, and slowly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -30,7 +30,7 @@ def scatter(
             pool[layer, kv, page, token] = block[layer, kv, position]
 
 
-def _tokens(pool: torch.Tensor, pages: Sequence[int]):
+def _tokens(pool: torch.Tensor, pages: Sequence[int]) -> Iterator[tuple[int, int, int, int, int]]:
     """(layer, K or V, token in block, page id, token in page) of every token that is copied."""
     layers, _, _, page_tokens, _, _ = pool.shape
     for layer in range(layers):

@@ -134,7 +134,7 @@ def device_mark(device: torch.device) -> Event:
     """An event behind all work this thread has queued on `device` so far."""
     if device.type != "cuda":
         return FINISHED
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return TorchEvent(event)
 
