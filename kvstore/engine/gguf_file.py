@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.engine.model import FAMILIES, ModelConfig
+from kvstore.engine.model_config import FAMILIES, ModelConfig
 from kvstore.engine.rope import RopeConfig
 from kvstore.engine.tokenizer import Tokenizer, TokenizerFacts, byte_level_bpe
 from kvstore.errors import ConfigError

@@ -12,7 +12,7 @@ import safetensors
 import tokenizers
 import torch
 
-from kvstore.engine.model import FAMILIES, ModelConfig
+from kvstore.engine.model_config import FAMILIES, ModelConfig
 from kvstore.engine.rope import RopeConfig
 from kvstore.engine.tokenizer import Tokenizer, TokenizerFacts
 from kvstore.errors import ConfigError

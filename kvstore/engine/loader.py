@@ -22,20 +22,13 @@ import xxhash
 from kvstore.blocks import Namespace
 from kvstore.engine.gguf_file import GGUFFile
 from kvstore.engine.hf_folder import HFFolder
-from kvstore.engine.model import TORCH_DTYPES, Layer, ModelConfig, Transformer
+from kvstore.engine.model import Layer, Transformer
+from kvstore.engine.model_config import STACKS, TORCH_DTYPES, ModelConfig
 from kvstore.engine.rope import RopeConfig
 from kvstore.engine.tokenizer import BYTE_VOCAB, Tokenizer, byte_tokenizer
 from kvstore.errors import ConfigError
 
 __all__ = ["LoadedModel", "default_device", "load_model", "random_model"]
-
-STACKS = {
-    "qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
-    "output": ("self_attn", ("o_proj",)),
-    "gate_up": ("mlp", ("gate_proj", "up_proj")),
-    "down": ("mlp", ("down_proj",)),
-}
-"""Which of Hugging Face's matrices each stacked one of ours holds, in order."""
 
 Get = Callable[[str], torch.Tensor]
 

@@ -6,10 +6,30 @@ engine's cache keeps a tree per adapter, and the adapter's name is part of every
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import safetensors
+import safetensors.torch
 import torch
+import xxhash
+
+from kvstore.engine.model_config import STACKS, ModelConfig
+from kvstore.errors import ConfigError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_RANK = 1024
+
+_NAME = re.compile(
+    r"(?:base_model\.model\.)?model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight"
+)
+_PLACE = {name: stack for stack, (_, names) in STACKS.items() for name in names}
 
 
 class LoraPart(NamedTuple):
@@ -25,15 +45,25 @@ class LoraPart(NamedTuple):
 
 @dataclass(slots=True)
 class LoraAdapter:
-    """One adapter's matrices.
+    """One adapter's matrices for one model's shape.
 
-    parts: (layer, stack) -> parts, where stack is "qkv", "output", "gate_up" or "down".
-    digest: names the weights, hex.
+    parts: (layer, stack) -> parts, where stack is one of STACKS. digest: names the weights, hex.
     """
 
     rank: int
     digest: str
     parts: dict[tuple[int, str], list[LoraPart]] = field(default_factory=dict)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> LoraAdapter:
+        """The same adapter on a device, in a dtype."""
+        moved = {
+            place: [
+                LoraPart(part.a.to(device, dtype), part.b.to(device, dtype), part.first)
+                for part in parts
+            ]
+            for place, parts in self.parts.items()
+        }
+        return LoraAdapter(self.rank, self.digest, moved)
 
 
 @dataclass(slots=True)
@@ -49,3 +79,107 @@ class LoraSegment:
         for part in self.adapter.parts.get((layer, stack), ()):
             share = x[self.first : self.end] @ part.a.T @ part.b.T
             out[self.first : self.end, part.first : part.first + len(part.b)] += share
+
+
+def load_adapter(path: str | Path, config: ModelConfig) -> LoraAdapter:
+    """Load a PEFT adapter folder for a model of this shape (float32, on CPU).
+
+    Raises:
+        ConfigError: a file is missing or unreadable, the adapter uses what is not supported (DoRA,
+            biases, whole modules, ranks that differ), or does not fit the model.
+    """
+    folder = Path(path)
+    rank, scale = _settings(folder)
+    weights = folder / WEIGHTS_FILE
+    if not weights.is_file():
+        raise ConfigError(f"{folder} has no {WEIGHTS_FILE}; a PEFT adapter folder has one")
+    try:
+        tensors = safetensors.torch.load_file(str(weights))
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ConfigError(f"{weights} cannot be read as safetensors: {error}") from error
+    pairs: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        found = _NAME.fullmatch(name)
+        if found is None or found[2] not in _PLACE:
+            raise ConfigError(
+                f"{folder}: tensor {name!r} is not supported; LoRA of {', '.join(_PLACE)} is"
+            )
+        pairs.setdefault((int(found[1]), found[2]), {})[found[3]] = tensor.float()
+    return _adapter(pairs, config, rank, scale, str(folder))
+
+
+def random_adapter(
+    seed: int, config: ModelConfig, *, rank: int = 4, scale: float = 1.0
+) -> LoraAdapter:
+    """An adapter of all seven matrices with random weights from a seed (float32, on CPU)."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+    for layer in range(config.layers):
+        for name, (wide, narrow) in config.linear_shapes().items():
+            pairs[layer, name] = {
+                "A": torch.randn(rank, narrow, generator=generator) / math.sqrt(narrow),
+                "B": torch.randn(wide, rank, generator=generator) / math.sqrt(rank),
+            }
+    return _adapter(pairs, config, rank, scale, f"random adapter {seed}")
+
+
+def _settings(folder: Path) -> tuple[int, float]:
+    """Rank and scale from adapter_config.json."""
+    file = folder / CONFIG_FILE
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{file} is larger than {MAX_CONFIG_BYTES} bytes")
+        raw: dict[str, Any] = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    if raw.get("peft_type", "LORA") != "LORA":
+        raise ConfigError(f"{file}: peft_type {raw['peft_type']!r} is not supported; 'LORA' is")
+    for option in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern"):
+        if raw.get(option):
+            raise ConfigError(f"{file}: {option} is not supported; plain LoRA is")
+    if raw.get("bias", "none") != "none":
+        raise ConfigError(f"{file}: bias {raw['bias']!r} is not supported; 'none' is")
+    rank = raw.get("r")
+    if not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+        raise ConfigError(f"{file}: r is {rank!r}; 1 to {MAX_RANK} is right")
+    alpha = float(raw.get("lora_alpha", rank))
+    return rank, alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
+
+
+def _adapter(
+    pairs: dict[tuple[int, str], dict[str, torch.Tensor]],
+    config: ModelConfig,
+    rank: int,
+    scale: float,
+    where: str,
+) -> LoraAdapter:
+    """Check the pairs against the model, scale B, and place each within its stack."""
+    shapes = config.linear_shapes()
+    digest = xxhash.xxh3_128(f"{rank} {scale}".encode())
+    parts: dict[tuple[int, str], list[LoraPart]] = {}
+    for (layer, name), pair in sorted(pairs.items()):
+        wide, narrow = shapes[name]
+        expected = {"A": (rank, narrow), "B": (wide, rank)}
+        shown = {side: tuple(tensor.shape) for side, tensor in sorted(pair.items())}
+        if layer >= config.layers or shown != expected:
+            raise ConfigError(
+                f"{where}: layer {layer} {name} has {shown}, which does not fit this model of "
+                f"{config.layers} layers; {expected} would"
+            )
+        digest.update(f"{layer} {name}".encode())
+        for side in ("A", "B"):
+            digest.update(pair[side].contiguous().numpy().data)
+        b = pair["B"] * scale
+        if config.rope.interleaved and name in ("q_proj", "k_proj"):
+            b = _paired(b, config.head_dim)
+        stack = _PLACE[name]
+        names = STACKS[stack][1]
+        first = sum(shapes[before][0] for before in names[: names.index(name)])
+        parts.setdefault((layer, stack), []).append(LoraPart(pair["A"], b, first))
+    return LoraAdapter(rank, digest.hexdigest(), parts)
+
+
+def _paired(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Reorder rows of q or k from half-split to interleaved pairs, as GGUF stores llama's."""
+    split = rows.view(-1, 2, head_dim // 2, rows.shape[-1])
+    return split.transpose(1, 2).reshape(rows.shape)

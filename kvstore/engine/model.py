@@ -8,90 +8,17 @@ are stacked (q, k, v; gate and up), so that a step makes four matrix products a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from kvstore.engine.attention import AttentionPlan
 from kvstore.engine.lora import LoraSegment
-from kvstore.engine.rope import RopeConfig, RopeTable
-from kvstore.errors import ConfigError
+from kvstore.engine.model_config import ModelConfig
+from kvstore.engine.rope import RopeTable
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The shape of a model; sizes in elements, lengths in tokens.
-
-    Raises:
-        ConfigError: an unsupported family, or sizes that do not fit together.
-    """
-
-    family: str = "llama"
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    intermediate: int
-    vocab: int
-    max_positions: int
-    norm_eps: float = 1e-5
-    rope: RopeConfig = field(default_factory=RopeConfig)
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    tied_embeddings: bool = False
-    bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ConfigError(
-                f"architecture {self.family!r} is not supported; "
-                f"supported are {', '.join(FAMILIES)}"
-            )
-        for name in ("layers", "heads", "kv_heads", "hidden", "intermediate", "vocab"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model {name} is {getattr(self, name)}; it must be at least 1")
-        if self.heads % self.kv_heads:
-            raise ConfigError(
-                f"{self.heads} heads do not divide into {self.kv_heads} KV heads; "
-                f"heads must be a multiple of kv_heads"
-            )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ConfigError(f"head_dim is {self.head_dim}; rotary positions need an even one")
-        pairs = len(self.rope.divisors)
-        if pairs not in (0, self.head_dim // 2):
-            raise ConfigError(f"{pairs} rope divisors do not fit head_dim {self.head_dim}")
-
-    @property
-    def q_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the seven matrices of a layer, by Hugging Face's short names."""
-        return {
-            "q_proj": (self.q_width, self.hidden),
-            "k_proj": (self.kv_width, self.hidden),
-            "v_proj": (self.kv_width, self.hidden),
-            "o_proj": (self.hidden, self.q_width),
-            "gate_proj": (self.intermediate, self.hidden),
-            "up_proj": (self.intermediate, self.hidden),
-            "down_proj": (self.hidden, self.intermediate),
-        }
+__all__ = ["Layer", "ModelConfig", "Transformer"]
 
 
 @dataclass(slots=True)

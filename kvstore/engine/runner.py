@@ -66,7 +66,7 @@ class Runner:
             raise ConfigError("a LoRA adapter needs a name; '' means no adapter")
         if name in self._adapters:
             raise ConfigError(f"LoRA adapter {name!r} is already loaded; another name is needed")
-        self._adapters[name] = adapter
+        self._adapters[name] = adapter.to(self.model.device, self.model.dtype)
 
     @property
     def loras(self) -> dict[str, LoraAdapter]:
