@@ -1,0 +1,81 @@
+"""The page pool counts what is held, and says so when somebody lies about it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstore.engine.pages import OutOfPages, PagePool
+
+
+def ids(*pages: int) -> np.ndarray:
+    return np.array(pages, np.int32)
+
+
+def test_alloc_gives_distinct_pages_until_none_is_left() -> None:
+    pool = PagePool(10)
+    taken = np.concatenate([pool.alloc(4), pool.alloc(0), pool.alloc(6)])
+    assert sorted(taken.tolist()) == list(range(10))
+    assert taken.dtype == np.int32
+    assert pool.free == 0
+    with pytest.raises(OutOfPages, match="1 pages wanted, 0 of 10 free"):
+        pool.alloc(1)
+
+
+def test_a_short_alloc_takes_nothing() -> None:
+    pool = PagePool(3)
+    with pytest.raises(OutOfPages):
+        pool.alloc(4)
+    assert pool.free == 3
+    pool.check()
+
+
+def test_a_page_is_free_when_its_last_holder_drops_it() -> None:
+    pool = PagePool(4)
+    pages = pool.alloc(3)
+    pool.hold(pages[:2])
+    assert pool.drop(pages) == 1
+    assert pool.free == 2
+    assert [pool.count(int(page)) for page in pages] == [1, 1, 0]
+    assert pool.drop(pages[:2]) == 2
+    assert pool.free == 4
+    pool.check()
+
+
+@pytest.mark.parametrize("verb", ["hold", "drop"])
+def test_a_free_page_is_neither_held_nor_dropped(verb: str) -> None:
+    pool = PagePool(4)
+    pages = pool.alloc(2)
+    pool.drop(pages[:1])
+    with pytest.raises(AssertionError, match=f"page {pages[0]} is free"):
+        getattr(pool, verb)(pages)
+    assert pool.count(int(pages[1])) == 1, "the call that failed changed nothing"
+    pool.check()
+
+
+@pytest.mark.parametrize("verb", ["hold", "drop"])
+def test_a_page_named_twice_in_one_call_is_refused(verb: str) -> None:
+    pool = PagePool(4)
+    page = int(pool.alloc(1)[0])
+    pool.hold(ids(page))
+    with pytest.raises(AssertionError, match="twice"):
+        getattr(pool, verb)(ids(page, page))
+    assert pool.count(page) == 2
+
+
+def test_pages_outside_the_pool_are_refused() -> None:
+    pool = PagePool(4)
+    pool.alloc(4)
+    with pytest.raises(AssertionError, match="below 0"):
+        pool.drop(ids(-1))
+    with pytest.raises(IndexError):
+        pool.drop(ids(4))
+
+
+def test_allocated_ids_stay_as_they_were_given() -> None:
+    pool = PagePool(4)
+    first = pool.alloc(2)
+    given = first.tolist()
+    pool.drop(first)
+    pool.alloc(4)
+    assert first.tolist() == given
