@@ -124,7 +124,7 @@ class TorchEvent:
         self._event = event
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self._event.synchronize()

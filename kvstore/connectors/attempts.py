@@ -1,0 +1,259 @@
+"""What waiting requests have asked the store for: from the first match until the load.
+
+Three kinds of waiting are kept apart, all read from the clock that is passed in:
+
+- a round trip (`ROUND_TRIP_MS`): what the store may take to say what it knows, and to hand over
+  what already lies in L2. Every policy grants it, else no sidecar would ever be asked in vain;
+- the prefetch policy: how long blocks of lower tiers may take;
+- the deadline: past it a request never waits, whatever the policy says.
+
+An attempt is the store's match, then a load of the run it names, whose slots arrive under lease
+while the request is still queued.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.connectors.base import GuardedStore
+from kvstore.engine.hooks import MISS, HookMatch
+from kvstore.tiers.policies.prefetch import PrefetchPolicy, Verdict
+from kvstore.verbs import Answer, Load, Match
+
+ROUND_TRIP_MS: Final = 50.0
+"""What the store may take to answer from memory: 40 us over a quiet socket, and a busy node's
+scheduling on top."""
+MISS_KEPT_MS: Final = 250.0
+"""How long a miss answers for the same question without asking the store again."""
+LEASED_SHARE_MAX: Final = 0.5
+"""Share of the slab's slots that the attempts of several requests may hold or ask for."""
+
+PENDING = HookMatch(Answer.PENDING)
+L2 = "l2"
+
+
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """One question: the run of `hashes`, which begins at the prompt's block `first_block`.
+
+    missed_s: when it ended in a miss. offered: blocks of the last hit.
+    """
+
+    hashes: tuple[bytes, ...]
+    first_block: int
+    started_s: float
+    match: Match | None = None
+    load: Load | None = None
+    missed_s: float | None = None
+    offered: int = 0
+
+    @property
+    def settled(self) -> bool:
+        """Nothing more will come."""
+        done = self.match is not None and self.match.done
+        return done and self.load is not None and self.load.done
+
+    @property
+    def slots_wanted(self) -> int:
+        """Slots it holds or may still get."""
+        if self.load is None:
+            return 0
+        return len(self.load.slots) if self.load.done else len(self.load.hashes)
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """A request between its first match and its load."""
+
+    first_asked_s: float
+    attempt: Attempt | None = None
+
+
+class Attempts:
+    """The attempts of all waiting requests of one engine."""
+
+    def __init__(
+        self,
+        store: GuardedStore,
+        *,
+        policy: PrefetchPolicy,
+        deadline_ms: float,
+        min_load_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._block_tokens = store.store.namespace.block_tokens
+        self._policy = policy
+        self._deadline_ms = deadline_ms
+        self._min_load_tokens = min_load_tokens
+        self._clock = clock
+        self._waiting: dict[str, Waiting] = {}
+        self.counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def match(
+        self, request_id: str, hashes: Sequence[bytes], first_block: int, *, can_start: bool
+    ) -> HookMatch:
+        """See `KVHooks.match`."""
+        now_s = self._clock()
+        wanted = tuple(hashes[first_block:])
+        waiting = self._waiting.get(request_id)
+        if not wanted:
+            self._drop(waiting)
+            return MISS
+        if waiting is None:
+            waiting = self._waiting[request_id] = Waiting(first_asked_s=now_s)
+        attempt = waiting.attempt
+        if attempt is not None and (attempt.first_block, attempt.hashes) != (first_block, wanted):
+            self._drop(waiting)
+            attempt = None
+        if attempt is not None and attempt.missed_s is not None:
+            if (now_s - attempt.missed_s) * 1e3 < MISS_KEPT_MS:
+                return MISS
+            attempt = None
+        if attempt is None:
+            attempt = waiting.attempt = Attempt(wanted, first_block, now_s)
+            attempt.match = self._store.match(wanted)
+            self.counts["matches"] += 1
+        return self._answer(waiting, attempt, now_s, can_start)
+
+    def take(self, request_id: str, blocks: int) -> Load:
+        """End a request's waiting with its hit; the ticket is the caller's to release."""
+        waiting = self._waiting.pop(request_id, None)
+        attempt = waiting.attempt if waiting is not None else None
+        load = attempt.load if attempt is not None else None
+        assert attempt is not None, "load without a match"
+        assert load is not None, "load without a hit"
+        assert 0 < blocks <= attempt.offered, f"{blocks} blocks of a hit of {attempt.offered}"
+        return load
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and hand back what it holds; unknown ones too."""
+        self._drop(self._waiting.pop(request_id, None))
+
+    def close(self) -> None:
+        """Forget every request."""
+        for request_id in list(self._waiting):
+            self.abort(request_id)
+
+    def concerned(self, moved: set[int]) -> bool:
+        """Whether one of these tickets (by ticket_id) belongs to an attempt."""
+        for waiting in self._waiting.values():
+            if waiting.attempt is None:
+                continue
+            for ticket in (waiting.attempt.match, waiting.attempt.load):
+                if ticket is not None and ticket.ticket_id in moved:
+                    return True
+        return False
+
+    def due(self) -> bool:
+        """Whether time alone may have changed the answer to some request."""
+        now_s = self._clock()
+        after_ms = min(ROUND_TRIP_MS, self._deadline_ms)
+        return any(
+            waiting.attempt is not None
+            and waiting.attempt.missed_s is None
+            and (now_s - waiting.first_asked_s) * 1e3 >= after_ms
+            for waiting in self._waiting.values()
+        )
+
+    def slots_leased(self) -> int:
+        """Slots that lie leased for waiting requests."""
+        attempts = [waiting.attempt for waiting in self._waiting.values()]
+        return sum(len(a.load.slots) for a in attempts if a is not None and a.load is not None)
+
+    def _answer(
+        self, waiting: Waiting, attempt: Attempt, now_s: float, can_start: bool
+    ) -> HookMatch:
+        """Move an attempt on, and say what can be had now."""
+        match = attempt.match
+        if match is None:
+            return self._miss(attempt, now_s)
+        waited_ms = (now_s - waiting.first_asked_s) * 1e3
+        late = waited_ms >= self._deadline_ms
+        in_round_trip = (now_s - attempt.started_s) * 1e3 < ROUND_TRIP_MS
+        if attempt.load is None and (match.done or late or not in_round_trip):
+            self._start_load(attempt, match)
+        load = attempt.load
+        if load is None and match.done and (late or can_start or not self._worth_loading(match)):
+            return self._miss(attempt, now_s)
+        ready = len(load.slots) if load is not None else 0
+        if not attempt.settled and not late:
+            if load is None and match.done:
+                return PENDING  # no slots may be asked for now
+            if in_round_trip and (load is None or ready < _leading_l2(match.tiers)):
+                return PENDING
+            verdict = self._policy.verdict(
+                elapsed_ms=waited_ms,
+                tokens_wanted=self._tokens_wanted(attempt, match),
+                tokens_ready=ready * self._block_tokens,
+                done=False,
+                can_start=can_start,
+            )
+            if verdict is Verdict.WAIT:
+                return PENDING
+        if not attempt.settled and not attempt.offered:
+            self.counts["waits_cut_by_deadline" if late else "waits_cut_by_policy"] += 1
+        if load is None or not ready:
+            return self._miss(attempt, now_s)
+        if not attempt.offered:
+            self.counts["hits"] += 1
+        attempt.offered = ready
+        return HookMatch(Answer.HIT, ready, tuple(load.tiers[:ready]))
+
+    def _tokens_wanted(self, attempt: Attempt, match: Match) -> int:
+        known = match.done and attempt.load is not None
+        blocks = len(attempt.load.hashes) if known and attempt.load else len(attempt.hashes)
+        return blocks * self._block_tokens
+
+    def _start_load(self, attempt: Attempt, match: Match) -> None:
+        """Ask for the slots of the run found so far, as far as it pays and slots may be held."""
+        blocks = min(self._worth_loading(match), self._leasable())
+        if blocks:
+            attempt.load = self._store.load(attempt.hashes[:blocks])
+            self.counts["loads"] += attempt.load is not None
+
+    def _worth_loading(self, match: Match) -> int:
+        """Blocks of the run to load: all, or of a short run those that lie in L2 already."""
+        run = len(match.tiers)
+        if run * self._block_tokens >= self._min_load_tokens:
+            return run
+        return _leading_l2(match.tiers)
+
+    def _leasable(self) -> int:
+        """Slots one more attempt may ask for; a request that waits alone may have all."""
+        slab = self._store.store.slab
+        if slab is None:
+            return 0
+        attempts = [waiting.attempt for waiting in self._waiting.values()]
+        wanted = sum(attempt.slots_wanted for attempt in attempts if attempt is not None)
+        return slab.slots if not wanted else max(0, int(slab.slots * LEASED_SHARE_MAX) - wanted)
+
+    def _miss(self, attempt: Attempt, now_s: float) -> HookMatch:
+        if attempt.load is not None:
+            self._store.release(attempt.load)
+        attempt.match = attempt.load = None
+        attempt.missed_s = now_s
+        self.counts["misses"] += 1
+        return MISS
+
+    def _drop(self, waiting: Waiting | None) -> None:
+        """Hand back what a request's attempt holds. Its deadline goes on running."""
+        if waiting is None or waiting.attempt is None:
+            return
+        if waiting.attempt.load is not None:
+            self._store.release(waiting.attempt.load)
+        waiting.attempt = None
+
+
+def _leading_l2(tiers: Sequence[str]) -> int:
+    """Blocks at the front of a run that lie in L2."""
+    for index, tier in enumerate(tiers):
+        if tier != L2:
+            return index
+    return len(tiers)

@@ -1,0 +1,207 @@
+"""What every connector needs: a thread that copies, and a check that pool and namespace agree.
+
+The rule of slots: a slot is leased from before its copy is queued until after the copy has ended.
+`CopyThread` therefore never drops a copy it took: each one comes back through `finished`, done or
+failed, and only then does its owner hand the ticket back.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import torch
+
+from kvstore.blocks import LAYOUT_REFERENCE, Namespace
+from kvstore.errors import ConfigError, KVStoreError
+from kvstore.kernels import Copier, Event
+from kvstore.verbs import BlockStore, Load, Match, Save, SlotBuffer, Ticket
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+COPIES_QUEUED_MAX: Final = 256
+"""Copies waiting for the thread; more are refused."""
+
+
+class Direction(enum.Enum):
+    GATHER = "gather"
+    SCATTER = "scatter"
+
+
+@dataclass(eq=False, slots=True)
+class Copy:
+    """One run of blocks between pages and slots.
+
+    pages: page ids of each block. slots: slots of `slab`, one for each block. after: the device's
+    work that must end first. owner: whatever the caller wants back. error: why it failed, if so.
+    """
+
+    direction: Direction
+    pages: Sequence[Sequence[int]]
+    slab: SlotBuffer
+    slots: Sequence[int]
+    after: Event
+    owner: Any
+    error: str = ""
+
+
+class CopyThread:
+    """Runs copies one after another on a thread of its own."""
+
+    def __init__(self, copier: Copier, *, name: str = "kvstore-copies") -> None:
+        self._copier = copier
+        self._changed = threading.Condition()
+        self._queue: deque[Copy] = deque()
+        self._finished: list[Copy] = []
+        self._under_way = 0
+        self._closing = False
+        self._slab: SlotBuffer | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def under_way(self) -> int:
+        """Copies taken whose end has not been collected by `finished`."""
+        return self._under_way
+
+    def submit(self, copy: Copy) -> bool:
+        """Take a copy; False when the queue is full. Never waits."""
+        with self._changed:
+            assert not self._closing, "no copies after close"
+            if len(self._queue) >= COPIES_QUEUED_MAX:
+                return False
+            self._queue.append(copy)
+            self._under_way += 1
+            self._changed.notify_all()
+            return True
+
+    def finished(self, timeout_s: float = 0.0) -> list[Copy]:
+        """Copies that ended since the last call; waits up to timeout_s for the first."""
+        with self._changed:
+            if not self._finished and timeout_s > 0.0:
+                self._changed.wait_for(lambda: bool(self._finished), timeout_s)
+            ended, self._finished = self._finished, []
+            self._under_way -= len(ended)
+            return ended
+
+    def close(self) -> list[Copy]:
+        """Run what is queued, end the thread, and return what `finished` has not."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._copier.close()
+        return self.finished()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue) or self._closing)
+                if not self._queue:
+                    return
+                copy = self._queue.popleft()
+            try:
+                self._copy(copy)
+            except Exception as error:  # a failed copy is a result; the engine computes instead
+                log.exception("a %s of %d blocks failed", copy.direction.value, len(copy.slots))
+                copy.error = f"{type(error).__name__}: {error}"
+            with self._changed:
+                self._finished.append(copy)
+                self._changed.notify_all()
+
+    def _copy(self, copy: Copy) -> None:
+        if copy.slab is not self._slab:
+            self._copier.map_slab(copy.slab)
+            self._slab = copy.slab
+        copy.after.wait()
+        views = [copy.slab.view(slot) for slot in copy.slots]
+        if copy.direction is Direction.GATHER:
+            self._copier.gather(copy.pages, views).wait()
+        else:
+            self._copier.scatter(copy.pages, views).wait()
+
+
+def check_pool(namespace: Namespace, pool: torch.Tensor, page_tokens: int) -> int:
+    """That blocks of `namespace` can be copied out of `pool`; returns pages per block.
+
+    pool: `[layers, 2, num_pages, page_tokens, kv_heads, head_dim]`.
+
+    Raises:
+        ConfigError: the namespace speaks of another layout, geometry or dtype, or its block is
+            not a whole number of pages.
+    """
+    if namespace.layout != LAYOUT_REFERENCE or namespace.attention != "mha":
+        raise ConfigError(
+            f"this connector keeps blocks in layout {LAYOUT_REFERENCE!r} of mha, not "
+            f"{namespace.layout!r} of {namespace.attention}"
+        )
+    layers, _, _, tokens, kv_heads, head_dim = pool.shape
+    assert tokens == page_tokens, f"pages of {tokens} tokens, not {page_tokens}"
+    width_v = namespace.head_dim if namespace.head_dim_v is None else namespace.head_dim_v
+    expected = {
+        "layers": (namespace.layers, layers),
+        "kv_heads": (namespace.kv_heads, kv_heads),
+        "head_dim": (namespace.head_dim, head_dim),
+        "head_dim_v": (width_v, head_dim),
+        "dtype": (namespace.dtype, str(pool.dtype).removeprefix("torch.")),
+    }
+    for field, (in_namespace, in_pool) in expected.items():
+        if in_namespace != in_pool:
+            raise ConfigError(
+                f"the namespace's {field} is {in_namespace}, but the engine's KV has {in_pool}"
+            )
+    if namespace.block_tokens % page_tokens:
+        raise ConfigError(
+            f"block_tokens is {namespace.block_tokens}; it must be a whole multiple of the "
+            f"engine's page of {page_tokens} tokens"
+        )
+    return namespace.block_tokens // page_tokens
+
+
+class GuardedStore:
+    """A store's verbs for a connector that must not raise: a fault is a miss, logged and counted.
+
+    A store promises not to raise for its own faults; this keeps the engine going should one break
+    that promise. AssertionError (our own mistake) passes.
+    """
+
+    def __init__(self, store: BlockStore) -> None:
+        self.store = store
+        self.faults = 0
+
+    def match(self, hashes: Sequence[bytes]) -> Match | None:
+        return self._ask(self.store.match, hashes)
+
+    def load(self, hashes: Sequence[bytes]) -> Load | None:
+        return self._ask(self.store.load, hashes)
+
+    def save(self, hashes: Sequence[bytes]) -> Save | None:
+        return self._ask(self.store.save, hashes)
+
+    def commit(self, ticket: Save) -> bool:
+        """Whether the store took it."""
+        faults = self.faults
+        self._ask(self.store.commit, ticket)
+        return self.faults == faults
+
+    def release(self, ticket: Load | Save) -> None:
+        self._ask(self.store.release, ticket)
+
+    def poll(self, timeout_s: float) -> list[Ticket]:
+        return self._ask(self.store.poll, timeout_s) or []
+
+    def _ask(self, verb: Callable[..., T], *arguments: Any) -> T | None:
+        try:
+            return verb(*arguments)
+        except KVStoreError as error:
+            if not self.faults:
+                log.warning("the store fails; going on without it: %s", error)
+            self.faults += 1
+            return None
