@@ -137,10 +137,9 @@ def _checked_prompt(tokens: Sequence[int], limits: Limits) -> np.ndarray:
             f"the prompt has {len(tokens)} tokens; with one token of output it must fit into the "
             f"context of {limits.max_context} tokens"
         )
-    try:
-        wide = np.asarray(tokens, dtype=np.int64)
-    except (OverflowError, ValueError, TypeError) as error:
-        raise ConfigError(f"prompt tokens must be integers in 0..{limits.vocab - 1}") from error
+    wide = np.asarray(tokens)
+    if wide.dtype.kind not in "iu":
+        raise ConfigError(f"prompt tokens must be integers in 0..{limits.vocab - 1}")
     outside = wide[(wide < 0) | (wide >= limits.vocab)]
     if len(outside):
         raise ConfigError(f"token id {outside[0]} is outside the vocabulary 0..{limits.vocab - 1}")

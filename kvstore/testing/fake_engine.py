@@ -183,6 +183,8 @@ class FakeHooks:
         self.aborted: dict[str, int] = {}
         self.matches = 0
         self.loads = 0
+        self.waits: list[float] = []
+        """timeout_s of every poll."""
         self._found: dict[str, tuple[int, tuple[bytes, ...]]] = {}
         self._pending: dict[str, int] = {}
         self._events: list[tuple[int, str | int, _Load | _Save]] = []
@@ -196,9 +198,10 @@ class FakeHooks:
         assert request_id not in self._loading, "match while a load runs"
         self.matches += 1
         self._found.pop(request_id, None)
-        left = self._pending.setdefault(request_id, self.plan.pending_calls())
-        if left:
-            self._pending[request_id] = left - 1
+        if request_id not in self._pending:
+            self._pending[request_id] = self.plan.pending_calls()
+        if self._pending[request_id]:
+            self._pending[request_id] -= 1
             return HookMatch(Answer.PENDING)
         run: list[bytes] = []
         for block_hash in hashes[first_block:]:
@@ -233,6 +236,7 @@ class FakeHooks:
         return self._next_id
 
     def poll(self, timeout_s: float = 0.0) -> list[HookEvent]:
+        self.waits.append(timeout_s)
         ready = [event for event in self._events if event[0] <= 0]
         self._events = [(left - 1, who, copy) for left, who, copy in self._events if left > 0]
         return [self._end(who, copy) for _left, who, copy in ready]
