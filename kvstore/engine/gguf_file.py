@@ -182,10 +182,14 @@ class GGUFFile:
             tensors[name] = TensorInfo(shape, kind, data + offset, nbytes)
         return tensors
 
-    def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """A tensor's bytes as they lie in the file."""
+    def read(self, name: str) -> tuple[npt.NDArray[np.uint8], torch.Tensor]:
+        """A tensor's bytes as they lie in the file, and its values as float32.
+
+        Raises:
+            ConfigError: its quantisation cannot be decoded.
+        """
         info = self.tensors[name]
-        return np.frombuffer(self._view, np.uint8, info.nbytes, info.offset)
+        return np.frombuffer(self._view, np.uint8, info.nbytes, info.offset), self.tensor(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as float32, dequantised.
@@ -195,7 +199,7 @@ class GGUFFile:
         """
         info = self.tensors[name]
         per, each = gguf.GGML_QUANT_SIZES[info.kind]
-        raw = self.raw(name)
+        raw = np.frombuffer(self._view, np.uint8, info.nbytes, info.offset)
         if info.kind == gguf.GGMLQuantizationType.F32:
             return torch.from_numpy(raw.view(np.float32).reshape(info.shape).copy())
         if info.kind == gguf.GGMLQuantizationType.F16:
@@ -222,8 +226,14 @@ class GGUFFile:
         """The model's shape.
 
         Raises:
-            ConfigError: the architecture is not supported, or an entry is missing.
+            ConfigError: the architecture is not supported, or an entry is missing or odd.
         """
+        try:
+            return self._config()
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise ConfigError(f"{self.path}: its metadata cannot be used: {error}") from error
+
+    def _config(self) -> ModelConfig:
         family = str(self._field("general.architecture"))
         if family not in FAMILIES:
             raise ConfigError(
@@ -250,6 +260,8 @@ class GGUFFile:
             norm_eps=float(self._field(f"{family}.attention.layer_norm_rms_epsilon")),
             rope=self._rope(family, head_dim),
             qkv_bias="blk.0.attn_q.bias" in self.tensors,
+            output_bias="blk.0.attn_output.bias" in self.tensors,
+            mlp_bias="blk.0.ffn_gate.bias" in self.tensors,
             qk_norm="blk.0.attn_q_norm.weight" in self.tensors,
             tied_embeddings="output.weight" not in self.tensors,
             bos_id=tokenizer.bos_id,

@@ -87,13 +87,8 @@ class HFFolder:
     def name_of(self, name: str) -> str:
         return name
 
-    def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """A tensor's bytes as they lie in the file."""
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
-        return tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in the dtype it is stored in.
+    def read(self, name: str) -> tuple[npt.NDArray[np.uint8], torch.Tensor]:
+        """A tensor's bytes as they lie in the file, and the tensor in the dtype it is stored in.
 
         Raises:
             ConfigError: it is quantised (no float32, bfloat16 or float16).
@@ -104,7 +99,7 @@ class HFFolder:
                 f"{self.path}: tensor {name!r} is {tensor.dtype}; float32, bfloat16 and float16 "
                 f"weights are supported, quantised ones as GGUF"
             )
-        return tensor
+        return tensor.contiguous().view(torch.uint8).numpy().reshape(-1), tensor
 
     def config(self) -> ModelConfig:
         """The model's shape."""
@@ -112,7 +107,7 @@ class HFFolder:
             self.raw_config,
             where=str(self.path),
             eos_ids=self.facts().eos_ids,
-            tied="lm_head.weight" not in self._where,
+            tied=self.raw_config.get("tie_word_embeddings", "lm_head.weight" not in self._where),
             qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._where,
         )
 
@@ -204,6 +199,8 @@ def config_from_hf(
         )
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; 'silu' is")
+    if raw.get("quantization_config"):
+        raise ConfigError(f"{where}: quantised weights are not supported here; as GGUF they are")
     if raw.get("use_sliding_window"):
         raise ConfigError(f"{where}: sliding-window attention is not supported; full attention is")
     try:
@@ -232,6 +229,8 @@ def config_from_hf(
         )
     except KeyError as error:
         raise ConfigError(f"{where}: the entry {error.args[0]!r} is missing") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"{where}: an entry has a value that cannot be used: {error}") from error
 
 
 def _rope(raw: dict[str, Any], where: str) -> RopeConfig:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +29,9 @@ from kvstore.engine.tokenizer import BYTE_VOCAB, Tokenizer, byte_tokenizer
 from kvstore.errors import ConfigError
 
 __all__ = ["LoadedModel", "default_device", "load_model", "random_model"]
+
+DERIVED = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")
+"""Tensors that may be there unread: angles, which the config gives; a head that is tied."""
 
 Get = Callable[[str], torch.Tensor]
 
@@ -58,8 +61,7 @@ class _Source(Protocol):
     @property
     def tensors(self) -> Any: ...
     def name_of(self, name: str) -> str: ...
-    def raw(self, name: str) -> npt.NDArray[np.uint8]: ...
-    def tensor(self, name: str) -> torch.Tensor: ...
+    def read(self, name: str) -> tuple[npt.NDArray[np.uint8], torch.Tensor]: ...
 
 
 def default_device() -> str:
@@ -81,26 +83,29 @@ def load_model(
 
     Raises:
         ConfigError: in one line: a path that is neither, a folder without weights, an unsupported
-            architecture or quantisation, a tensor missing or of the wrong shape.
+            architecture or quantisation, a tensor missing, of the wrong shape, or without a place
+            in the model.
     """
     where = Path(path)
     torch_device, torch_dtype = _place(device, dtype)
-    source: GGUFFile | HFFolder
-    if where.is_dir():
-        source = HFFolder(where)
-        name = where.name
-    elif where.is_file():
-        source = GGUFFile(where)
-        name = where.stem
-    else:
+    if not where.exists():
         raise ConfigError(
             f"no model at {str(where)!r}; a Hugging Face model folder or a .gguf file is right"
         )
+    source: GGUFFile | HFFolder
+    try:
+        source = HFFolder(where) if where.is_dir() else GGUFFile(where)
+        tokenizer = source.tokenizer()
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from error
     config = source.config()
     digest = xxhash.xxh3_128()
-    get = _reader(source, str(where), digest, torch_device, torch_dtype)
-    model = _assemble(config, get)
-    return _loaded(model, config, source.tokenizer(), name, digest.hexdigest())
+    model = _assemble(config, _reader(source, where, digest, torch_device, torch_dtype))
+    _check_all_used(source, config, where)
+    if tokenizer is not None and not config.eos_ids:
+        config = replace(config, eos_ids=tokenizer.eos_ids)
+    name = where.name if where.is_dir() else where.stem
+    return _loaded(model, config, tokenizer, name, digest.hexdigest())
 
 
 def random_model(
@@ -174,7 +179,10 @@ def _loaded(
     weights_digest: str,
 ) -> LoadedModel:
     # The shape is digested too: rotary settings, for one, change KV and are not in the weights.
-    shape = json.dumps(asdict(config), sort_keys=True)
+    fields = asdict(config)
+    for unrelated in ("bos_id", "eos_ids", "max_positions"):
+        del fields[unrelated]
+    shape = json.dumps(fields, sort_keys=True)
     revision = xxhash.xxh3_128((weights_digest + shape).encode()).hexdigest()
     dtype = str(model.dtype).removeprefix("torch.")
     return LoadedModel(
@@ -244,7 +252,7 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _reader(
-    source: _Source, where: str, digest: Any, device: torch.device, dtype: torch.dtype
+    source: _Source, where: Path, digest: Any, device: torch.device, dtype: torch.dtype
 ) -> Get:
     """A function that reads one tensor by Hugging Face's name, digesting its stored bytes."""
 
@@ -252,11 +260,22 @@ def _reader(
         stored = source.name_of(name)
         if stored not in source.tensors:
             raise ConfigError(f"{where}: tensor {stored!r} is missing")
+        raw, tensor = source.read(stored)
         digest.update(name.encode())
-        digest.update(source.raw(stored).data)
-        return source.tensor(stored).to(device=device, dtype=dtype)
+        digest.update(raw.data)
+        return tensor.to(device=device, dtype=dtype)
 
     return get
+
+
+def _check_all_used(source: _Source, config: ModelConfig, where: Path) -> None:
+    """A tensor that the model has no place for means another model than the one that would run."""
+    used = {source.name_of(name) for name in _shapes(config)}
+    for name in source.tensors:
+        if name not in used and not name.endswith(DERIVED):
+            raise ConfigError(
+                f"{where}: tensor {name!r} has no place in a {config.family} model as supported"
+            )
 
 
 def _assemble(config: ModelConfig, get: Get) -> Transformer:

@@ -79,6 +79,7 @@ class Runner:
         Returns: [len(rows), vocab] float32, the logits of each row's last token, on the device.
         """
         config = self.loaded.config
+        assert rows, "a step without rows"
         for row in rows:
             self._check(row)
         with torch.no_grad():

@@ -55,8 +55,9 @@ class Sampler:
         if self.greedy:
             return int(np.argmax(logits))
         params = self.params
-        scaled = logits.astype(np.float64) / params.temperature
-        weights = np.exp(scaled - scaled.max())
+        # Below the best first, then divided: a tiny temperature cannot overflow.
+        below = logits.astype(np.float64) - float(logits.max())
+        weights = np.exp(below / params.temperature)
         order: npt.NDArray[np.int64] | None = None
         if params.top_k or params.top_p < 1.0:
             order = np.argsort(-weights, kind="stable")

@@ -208,18 +208,12 @@ BYTE_CHAT = (
 
 def byte_tokenizer() -> Tokenizer:
     """One token per byte, then BYTE_SPECIALS: for models that have no tokenizer of their own."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)
-    tokens = [*alphabet, *BYTE_SPECIALS]
+    tokens = [*_byte_letters(), *BYTE_SPECIALS]
     inner = byte_level_bpe(
         tokens, (), split="default", special=range(256, 256 + len(BYTE_SPECIALS))
     )
     facts = TokenizerFacts(eos_ids=(256,), chat_template=BYTE_CHAT, eos_token=BYTE_SPECIALS[0])
     return Tokenizer(inner, facts)
-
-
-def _byte_of(letter: str) -> int:
-    """The byte a letter of the byte-level alphabet stands for."""
-    return _byte_letters().index(letter)
 
 
 def _byte_letters() -> list[str]:
