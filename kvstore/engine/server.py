@@ -1,0 +1,386 @@
+"""OpenAI-compatible HTTP over one engine: completions, chat, models, health, metrics.
+
+The engine runs in a thread of its own; each call submits its requests and reads their outputs from
+a queue on the event loop. Whoever hangs up aborts what he asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from kvstore.engine import api
+from kvstore.engine.loop import collect
+from kvstore.engine.meters import EngineMeters
+from kvstore.engine.request import Output, QueueFull
+from kvstore.engine.request import Request as EngineRequest
+from kvstore.engine.thread import EngineDead, EngineThread, stats_of
+from kvstore.engine.tokenizer import Tokenizer, byte_tokenizer
+from kvstore.errors import ConfigError
+
+CLIENT_GONE = 499
+"""Status of a call whose client hung up; nobody reads it but the log."""
+
+
+class ModelUnknown(ConfigError):
+    """The named model is neither the engine's nor one of its adapters."""
+
+
+class Calls:
+    """What the endpoints share: the thread, the model's name, the meters."""
+
+    def __init__(self, thread: EngineThread, model_name: str) -> None:
+        self.thread = thread
+        self.model_name = model_name
+        self.tokenizer: Tokenizer = thread.engine.loaded.tokenizer
+        self.meters = EngineMeters()
+        self.started_s = int(time.time())
+
+    def lora_of(self, model: str) -> str:
+        """The adapter that a model name stands for; "" is the model itself."""
+        loras = self.thread.engine.runner.loras
+        if model == self.model_name:
+            return ""
+        if model in loras:
+            return model
+        known = ", ".join([self.model_name, *sorted(loras)])
+        raise ModelUnknown(f"unknown model {model!r}; known: {known}")
+
+    def completion_requests(self, body: api.CompletionBody, name: str) -> list[EngineRequest]:
+        """The requests of a completions call; ConfigError for what can never be served."""
+        body.check_supported()
+        lora = self.lora_of(body.model)
+        tokens = [
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            for prompt in body.prompts()
+        ]
+        return self._requests(body, name, tokens, body.max_tokens, lora)
+
+    def chat_requests(self, body: api.ChatBody, name: str) -> list[EngineRequest]:
+        """The one request of a chat call."""
+        body.check_supported()
+        lora = self.lora_of(body.model)
+        if not body.messages:
+            raise ConfigError("messages is empty; it must have at least one message")
+        messages = [message.plain() for message in body.messages]
+        if self.tokenizer.facts.chat_template is None:
+            tokens = self.tokenizer.encode(api.plain_chat(messages))
+        else:
+            tokens = self.tokenizer.encode(self.tokenizer.chat(messages), special=False)
+        return self._requests(body, name, [tokens], body.limit, lora)
+
+    def _requests(
+        self,
+        body: api.Body,
+        name: str,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int | None,
+        lora: str,
+    ) -> list[EngineRequest]:
+        fields = body.request_fields()
+        requests = [
+            EngineRequest(
+                request_id=f"{name}-{index}",
+                prompt_tokens=tokens,
+                max_tokens=max_tokens,
+                lora_name=lora,
+                **fields,
+            )
+            for index, tokens in enumerate(prompts)
+        ]
+        for request in requests:
+            self.thread.engine.check_request(request)
+        return requests
+
+    async def outputs(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[Output, None]:
+        """Submit requests and yield their outputs as they come; aborts what is left on leaving."""
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Output] = asyncio.Queue()
+        live: set[str] = set()
+
+        def deliver(output: Output) -> None:
+            try:
+                loop.call_soon_threadsafe(arrived.put_nowait, output)
+            except RuntimeError:  # the event loop is closed: nobody reads any more
+                self.thread.abort(output.request_id)
+
+        try:
+            for request in requests:
+                self.thread.submit(request, deliver)
+                live.add(request.request_id)
+            while live:
+                output = await arrived.get()
+                if output.finish_reason is not None:
+                    live.discard(output.request_id)
+                if output.finish_reason == "error":
+                    raise EngineDead(output.error)
+                self.meters.observe(output)
+                yield output
+        finally:
+            for request_id in live:
+                self.thread.abort(request_id)
+                self.meters.forget(request_id)
+
+    async def whole(self, requests: Sequence[EngineRequest]) -> list[Output]:
+        """One whole output for each request, in order."""
+        async with aclosing(self.outputs(requests)) as outputs:
+            seen = [output async for output in outputs]
+        return collect(seen, [request.request_id for request in requests])
+
+
+class Shape:
+    """How one endpoint words its answers."""
+
+    object = "text_completion"
+    part_object = "text_completion"
+
+    def __init__(self, requests: Sequence[EngineRequest], name: str, model: str) -> None:
+        self.index = {request.request_id: index for index, request in enumerate(requests)}
+        self.head = {"id": name, "created": int(time.time()), "model": model}
+
+    def answer(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The body of a call that is not streamed."""
+        return {
+            **self.head,
+            "object": self.object,
+            "choices": [self.choice(output) for output in outputs],
+            "usage": api.usage_of(outputs),
+        }
+
+    def part(self, choices: list[dict[str, Any]], usage: Any = None) -> dict[str, Any]:
+        """One event of a stream."""
+        part: dict[str, Any] = {**self.head, "object": self.part_object, "choices": choices}
+        if usage is not None:
+            part["usage"] = usage
+        return part
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Choices of a stream's first event; none: there is no such event."""
+        return []
+
+    def choice(self, output: Output) -> dict[str, Any]:
+        return {
+            "index": self.index[output.request_id],
+            "text": output.text,
+            "logprobs": None,
+            "finish_reason": output.finish_reason,
+        }
+
+    def step_choice(self, output: Output) -> dict[str, Any]:
+        """What one output adds to a stream."""
+        return self.choice(output)
+
+
+class ChatShape(Shape):
+    object = "chat.completion"
+    part_object = "chat.completion.chunk"
+
+    def opening(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}]
+
+    def choice(self, output: Output) -> dict[str, Any]:
+        return {
+            "index": 0,
+            "message": {"role": "assistant", "content": output.text},
+            "logprobs": None,
+            "finish_reason": output.finish_reason,
+        }
+
+    def step_choice(self, output: Output) -> dict[str, Any]:
+        return {
+            "index": 0,
+            "delta": {"content": output.text},
+            "logprobs": None,
+            "finish_reason": output.finish_reason,
+        }
+
+
+async def _events(
+    calls: Calls, requests: Sequence[EngineRequest], shape: Shape, *, usage: bool
+) -> AsyncIterator[str]:
+    """A stream of server-sent events: one a step and request, usage at the end if asked for."""
+    seen: list[Output] = []
+    try:
+        if choices := shape.opening():
+            yield _event(shape.part(choices))
+        async with aclosing(calls.outputs(requests)) as outputs:
+            async for output in outputs:
+                seen.append(output)
+                yield _event(shape.part([shape.step_choice(output)]))
+        if usage:
+            whole = collect(seen, list(shape.index))
+            yield _event(shape.part([], api.usage_of(whole)))
+    except (EngineDead, QueueFull, ConfigError) as error:
+        yield _event(api.error_body(str(error), 503))
+    yield "data: [DONE]\n\n"
+
+
+def _event(part: dict[str, Any]) -> str:
+    return f"data: {json.dumps(part, separators=(',', ':'))}\n\n"
+
+
+async def _respond(
+    calls: Calls, http: Request, body: api.Body, requests: Sequence[EngineRequest], shape: Shape
+) -> Response:
+    """Answer a call, streamed or whole; give up when the client does."""
+    if body.stream:
+        events = _events(calls, requests, shape, usage=body.wants_usage)
+        return StreamingResponse(events, media_type="text/event-stream")
+    work = asyncio.create_task(calls.whole(requests))
+    gone = asyncio.create_task(_until_gone(http))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return Response(status_code=CLIENT_GONE)
+        return JSONResponse(shape.answer(work.result()))
+    finally:
+        for task in (work, gone):
+            task.cancel()
+
+
+async def _until_gone(http: Request) -> None:
+    """Returns when the client hangs up; the body has been read before."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def create_app(thread: EngineThread, *, model_name: str) -> FastAPI:
+    """The app over a thread that the app starts and stops.
+
+    A model without a tokenizer is given one that reads and writes bytes.
+    """
+    loaded = thread.engine.loaded
+    if loaded.tokenizer is None:
+        loaded.tokenizer = byte_tokenizer()
+    calls = Calls(thread, model_name)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        thread.start()
+        yield
+        await run_in_threadpool(thread.stop)
+
+    app = FastAPI(title="kvstore engine", lifespan=lifespan, docs_url=None, redoc_url=None)
+    _add_generation(app, calls)
+    _add_service(app, calls)
+    _add_errors(app)
+    return app
+
+
+def _add_generation(app: FastAPI, calls: Calls) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: api.CompletionBody, http: Request) -> Response:
+        name = f"cmpl-{uuid.uuid4().hex}"
+        requests = await run_in_threadpool(calls.completion_requests, body, name)
+        return await _respond(calls, http, body, requests, Shape(requests, name, body.model))
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: api.ChatBody, http: Request) -> Response:
+        name = f"chatcmpl-{uuid.uuid4().hex}"
+        requests = await run_in_threadpool(calls.chat_requests, body, name)
+        shape = ChatShape(requests, name, body.model)
+        return await _respond(calls, http, body, requests, shape)
+
+
+def _add_service(app: FastAPI, calls: Calls) -> None:
+    thread = calls.thread
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        common = {"object": "model", "created": calls.started_s, "owned_by": "kvstore"}
+        context = thread.engine.limits.max_context
+        base = {"id": calls.model_name, **common, "max_model_len": context, "parent": None}
+        loras = [
+            {"id": name, **common, "max_model_len": context, "parent": calls.model_name}
+            for name in sorted(thread.engine.runner.loras)
+        ]
+        return {"object": "list", "data": [base, *loras]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        if thread.alive:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "dead", "error": thread.error}, status_code=503)
+
+    @app.get("/stats")
+    async def stats() -> dict[str, Any]:
+        return await run_in_threadpool(stats_of, thread)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        numbers = await run_in_threadpool(stats_of, thread)
+        return Response(calls.meters.text(numbers), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        done = await run_in_threadpool(thread.call, lambda engine: engine.reset_prefix_cache())
+        if done:
+            return JSONResponse({"reset": True})
+        message = "requests are running, so their prefixes are in use; try again when idle"
+        return JSONResponse(api.error_body(message, 409), status_code=409)
+
+
+def _add_errors(app: FastAPI) -> None:
+    known = sorted({*api.CompletionBody.model_fields, *api.ChatBody.model_fields})
+
+    def answer(message: str, status: int, code: str | None = None) -> JSONResponse:
+        return JSONResponse(api.error_body(message, status, code=code), status_code=status)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_http: Request, error: RequestValidationError) -> JSONResponse:
+        return answer(api.validation_message(error, known), 400)
+
+    @app.exception_handler(ConfigError)
+    async def refused(_http: Request, error: ConfigError) -> JSONResponse:
+        if isinstance(error, ModelUnknown):
+            return answer(str(error), 404, "model_not_found")
+        return answer(str(error), 400)
+
+    @app.exception_handler(QueueFull)
+    async def full(_http: Request, error: QueueFull) -> JSONResponse:
+        return answer(str(error), 429)
+
+    @app.exception_handler(EngineDead)
+    async def dead(_http: Request, error: EngineDead) -> JSONResponse:
+        return answer(str(error), 503)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the port is in use, or the host is not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = socket.socket(family, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind((host, port))
+        server.listen(1024)
+    except (OSError, OverflowError) as error:
+        server.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {reason}; another --host or --port is needed"
+        ) from error
+    return server
+
+
+def serve(app: FastAPI, listening: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+    uvicorn.Server(config).run(sockets=[listening])
