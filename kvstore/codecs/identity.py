@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
-
 from kvstore.codecs.base import Codec
+from kvstore.config import Section
 from kvstore.errors import FrameInvalid
 
 
-class Config(BaseModel):
+class Config(Section):
     """Nothing to set."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
     def for_dtype(cls, dtype: str) -> Config:

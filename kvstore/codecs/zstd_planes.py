@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from pydantic import BaseModel, ConfigDict
 
 from kvstore.blocks import DTYPE_BYTES
 from kvstore.codecs.base import Codec
+from kvstore.config import Section
 from kvstore.errors import FrameInvalid
 
 SLICE_ELEMENTS = 1 << 17
@@ -52,10 +52,8 @@ _HEAD = struct.Struct("<Q")
 _LENGTH_BYTES = 4
 
 
-class Config(BaseModel):
+class Config(Section):
     """element_bytes: bytes of one element of a block: 1, 2 or 4."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     element_bytes: int
 

@@ -6,22 +6,22 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from kvstore.blocks import Key
+from kvstore.config import Bytes, Section
 from kvstore.errors import TierError, TierFull
 from kvstore.tiers.base import PAGE_BYTES, Tier
 
 DEFAULT_CAPACITY_BYTES = 1 << 30
 
 
-class Config(BaseModel):
-    """capacity_bytes: most bytes of headers and payloads held."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Config(Section):
+    """The memory tier's part of the configuration."""
 
     name: str = "memory"
-    capacity_bytes: int = Field(DEFAULT_CAPACITY_BYTES, ge=2 * PAGE_BYTES)
+    capacity: Bytes = Field(default=DEFAULT_CAPACITY_BYTES, ge=2 * PAGE_BYTES)
+    """Most bytes of headers and payloads held."""
 
 
 class MemoryTier(Tier):
@@ -106,4 +106,4 @@ class MemoryTier(Tier):
 
 
 def open(config: Config) -> Tier:
-    return MemoryTier(config.capacity_bytes, name=config.name)
+    return MemoryTier(config.capacity, name=config.name)
