@@ -41,6 +41,10 @@ MAX_BLOCK_TOKENS = 65_536
 SMALL_FEED_TOKENS = 160
 """Feeds shorter than this are encoded without numpy (bench/hashing.py shows the crossing)."""
 
+TILE_TOKENS = 4096
+"""Tokens encoded at a time: numpy's buffers then stay below what malloc maps afresh for every call,
+whose first touch cost half as much as the encoding did."""
+
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 _HASHERS: dict[str, Callable[[bytes], Any]] = {
@@ -50,13 +54,12 @@ _HASHERS: dict[str, Callable[[bytes], Any]] = {
 _PICKLED = ("sha256", "xxhash")
 _NULL = b"\xf6"
 
-# By the width class of an integer (how many of 24, 256, 65536 it reaches): its head byte in place,
-# its length in bytes, and which of the 8 big-endian bytes of its word are kept.
-_HEADS = np.array([0, 0x18 << 8, 0x19 << 16, 0x1A << 32], dtype=np.uint64)
-_WIDTHS = np.array([1, 2, 3, 5], dtype=np.uint8)
-_KEEP = np.array([[byte >= 8 - width for byte in range(8)] for width in (1, 2, 3, 5)]).view(
-    np.uint64
-)[:, 0]
+# By the length in bytes, less one, of an integer (1, 2, 3 or 5): its head byte in place, and which
+# of the 8 big-endian bytes of its word are kept.
+_HEADS = np.array([0, 0x18 << 8, 0x19 << 16, 0, 0x1A << 32], dtype=np.uint64)
+_KEEP = np.array([[byte >= 7 - more for byte in range(8)] for more in range(5)]).view(np.uint64)[
+    :, 0
+]
 
 
 class MMItem(NamedTuple):
@@ -113,12 +116,11 @@ class BlockHasher:
         self.algo = check_algorithm(algo)
         self.block_tokens = block_tokens
         self.none_hash = _none_hash(algo, DEFAULT_SEED if seed is None else seed)
-        self._hasher = _HASHERS[algo]
         self._parent = self.none_hash
         self._hashes: list[bytes] = []
         self._pending: list[int] = []
         self._array_head = _cbor_head(4, block_tokens)
-        self._front = _cbor_head(4, 3) + _cbor_head(2, len(self.none_hash))
+        self._front = _HASHERS[algo](_cbor_head(4, 3) + _cbor_head(2, len(self.none_hash)))
         self._lora_key = _cbor_list(["lora", *lora]) if lora is not None else b""
         self._salt_key = _cbor_list(["cache_salt", cache_salt]) if cache_salt else b""
         self._items = sorted((MMItem(*item) for item in mm), key=lambda item: item.offset)
@@ -151,13 +153,21 @@ class BlockHasher:
         self._pending = ids[taken:].tolist()
         if not full:
             return []
-        body, ends = _encode_blocks(ids[:taken].reshape(full, self.block_tokens), self._array_head)
-        return self._chain(body, ends)
+        blocks = ids[:taken].reshape(full, self.block_tokens)
+        rows = max(1, TILE_TOKENS // self.block_tokens)
+        fresh: list[bytes] = []
+        for row in range(0, full, rows):
+            body, ends = _encode_blocks(blocks[row : row + rows], self._array_head)
+            fresh += self._chain(body, ends)
+        return fresh
 
     def _feed_small(self, tokens: TokenIds) -> list[bytes]:
-        pending = self._pending + _as_ints(tokens)
+        pending = self._pending
+        pending += _as_ints(tokens)
         size = self.block_tokens
         taken = len(pending) - len(pending) % size
+        if not taken:
+            return []
         body = bytearray()
         ends = []
         for start in range(0, taken, size):
@@ -171,19 +181,23 @@ class BlockHasher:
 
     def _chain(self, body: bytes, ends: Sequence[int]) -> list[bytes]:
         """Hash blocks whose arrays of tokens, each with a null after it, end at `ends` in body."""
-        hasher, front, parent = self._hasher, self._front, self._parent
+        begin, parent = self._front.copy, self._parent
         fresh: list[bytes] = []
         start = 0
+        # Copying a state that has the front in it costs less than making a new one.
         if not (self._lora_key or self._items or (self._salt_key and not self._hashes)):
             for end in ends:
-                parent = hasher(front + parent + body[start:end]).digest()
+                state = begin()
+                state.update(parent + body[start:end])
+                parent = state.digest()
                 fresh.append(parent)
                 start = end
         else:
             first = len(self._hashes)
             for index, end in enumerate(ends, start=first):
-                extra = self._extra(index)
-                parent = hasher(front + parent + body[start : end - 1] + extra).digest()
+                state = begin()
+                state.update(parent + body[start : end - 1] + self._extra(index))
+                parent = state.digest()
                 fresh.append(parent)
                 start = end
         self._parent = parent
@@ -238,27 +252,24 @@ def _encode_blocks(blocks: npt.NDArray[np.uint32], array_head: bytes) -> tuple[b
     Returns their bytes, end to end, and the offset at which each row's null ends.
     """
     rows, size = blocks.shape
-    kinds = (blocks >= 24).view(np.uint8) + (blocks >= 256).view(np.uint8)
-    kinds += (blocks >= 65_536).view(np.uint8)
+    longer = (blocks >= 24).view(np.uint8) + (blocks >= 256).view(np.uint8)
+    wide = (blocks >= 65_536).view(np.uint8)
+    longer += wide
+    longer += wide
+    index = longer.astype(np.intp)
     words = np.empty((rows, size + 2), dtype=np.uint64)
     keep = np.empty((rows, size + 2), dtype=np.uint64)
     # The array's head and the null stand in the first and last column, as if they were tokens.
     words[:, 0] = int.from_bytes(array_head, "big")
-    keep[:, 0] = _keep_word(len(array_head))
+    keep[:, 0] = _KEEP[len(array_head) - 1]
     words[:, -1] = _NULL[0]
-    keep[:, -1] = _keep_word(1)
-    words[:, 1:-1] = _HEADS.take(kinds)
-    words[:, 1:-1] |= blocks
-    keep[:, 1:-1] = _KEEP.take(kinds)
+    keep[:, -1] = _KEEP[0]
+    np.bitwise_or(_HEADS.take(index), blocks, out=words[:, 1:-1])
+    keep[:, 1:-1] = _KEEP.take(index)
     big_endian = words.astype(">u8").view(np.uint8).ravel()
     body = np.compress(keep.view(np.bool_).ravel(), big_endian).tobytes()
-    row_bytes = _WIDTHS.take(kinds).sum(axis=1, dtype=np.int64) + (len(array_head) + 1)
+    row_bytes = index.sum(axis=1) + (size + len(array_head) + 1)
     return body, np.cumsum(row_bytes).tolist()
-
-
-def _keep_word(width: int) -> np.uint64:
-    """The mask, as it lies in memory, that keeps the last `width` of 8 bytes."""
-    return np.uint64(np.array([byte >= 8 - width for byte in range(8)]).view(np.uint64)[0])
 
 
 def _as_uint32(tokens: TokenIds) -> npt.NDArray[np.uint32]:
