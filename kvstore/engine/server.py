@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import time
 import uuid
@@ -381,6 +382,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(app: FastAPI, listening: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM."""
+    """Serve until SIGINT or SIGTERM, then return. Main thread only."""
+    # uvicorn takes both signals while it serves and raises them again when it has shut down; by
+    # then they have had their effect, and the caller still has things to close.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _number, _frame: None)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
     uvicorn.Server(config).run(sockets=[listening])
