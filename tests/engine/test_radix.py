@@ -132,7 +132,15 @@ class Reference:
 
 
 # Pages as tokens: 0 to 2 agree in all but their last token, 3 differs from the first on.
-page_kinds = st.lists(st.integers(0, 3), max_size=7)
+# Most prompts are cut from a few long ones, so that paths are shared, split and met again.
+LONG = [[0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1], [0, 0, 2, 0, 3, 0, 0], [3, 0, 0, 0, 0, 0, 0]]
+page_kinds = st.one_of(
+    st.builds(lambda kinds, end: kinds[:end], st.sampled_from(LONG), st.integers(0, 7)),
+    st.lists(st.integers(0, 3), max_size=7),
+)
+
+places = st.tuples(st.integers(0, 8), st.integers(0, 15))
+"""Somewhere in a prompt: pages, and tokens more."""
 
 
 class RadixMachine(RuleBasedStateMachine):
@@ -150,6 +158,9 @@ class RadixMachine(RuleBasedStateMachine):
         ends = {kind: (9,) * (self.size - 1) + (kind,) for kind in range(3)}
         ends[3] = (7,) * self.size
         return tuple(token for kind in kinds for token in ends[kind])
+
+    def token_at(self, place: tuple[int, int]) -> int:
+        return place[0] * self.size + place[1] % self.size
 
     @rule(
         target=locked,
@@ -215,15 +226,17 @@ class RadixMachine(RuleBasedStateMachine):
         self.pool.drop(array(self.plain.outside))
         self.plain.outside = []
 
-    @rule(root=st.sampled_from(ROOTS), kinds=page_kinds, stored=st.integers(0, 100))
-    def mark_stored(self, root: tuple[str, str], kinds: list[int], stored: int) -> None:
-        tokens = self.tokens(kinds)
+    @rule(root=st.sampled_from(ROOTS), kinds=page_kinds, place=places)
+    def mark_stored(self, root: tuple[str, str], kinds: list[int], place: tuple[int, int]) -> None:
+        tokens, stored = self.tokens(kinds), self.token_at(place)
         self.cache.mark_stored(array(tokens), root, stored)
         self.plain.mark_stored((root, tokens), stored)
 
-    @rule(root=st.sampled_from(ROOTS), kinds=page_kinds, first=st.integers(0, 40))
-    def forget_stored(self, root: tuple[str, str], kinds: list[int], first: int) -> None:
-        tokens = self.tokens(kinds)
+    @rule(root=st.sampled_from(ROOTS), kinds=page_kinds, place=places)
+    def forget_stored(
+        self, root: tuple[str, str], kinds: list[int], place: tuple[int, int]
+    ) -> None:
+        tokens, first = self.tokens(kinds), self.token_at(place)
         self.cache.forget_stored(array(tokens), root, first)
         self.plain.forget_stored((root, tokens), first)
 
@@ -356,6 +369,18 @@ def test_locks_count_and_end_once() -> None:
         tree.cache.unlock(node)
 
 
+def test_a_node_locked_twice_is_unlocked_whole_after_a_split() -> None:
+    tree = Tree()
+    node = tree.put([1, 2, 3, 4])
+    tree.cache.lock(node)
+    tree.cache.lock(node)
+    tree.hit([1, 2])
+    tree.cache.unlock(node)
+    assert tree.cache.evictable_pages == 0
+    tree.cache.unlock(node)
+    assert tree.cache.evict(4) == 4
+
+
 def test_a_node_that_left_the_device_is_not_locked() -> None:
     tree = Tree()
     node = tree.put([1, 2])
@@ -458,6 +483,33 @@ def test_the_oldest_stored_only_tokens_are_dropped_first() -> None:
     assert lengths == [3, 1, 3], "2 was the oldest and lost two tokens from its end"
     assert tree.cache.stored_only_tokens == 6
     tree.cache.check()
+
+
+def test_a_stored_only_tail_grows_young_with_every_page_it_gains() -> None:
+    tree = Tree(max_stored_tokens=2)
+    for branch in (1, 2):
+        tree.put([branch, 5, 5])
+        tree.cache.mark_stored(array([branch, 5, 5]), NO_ROOT, 3)
+    tree.cache.evict(1)
+    tree.hit([1, 5])
+    tree.cache.evict(1)
+    tree.hit([2, 5])
+    tree.cache.evict(1)
+    lengths = [tree.cache.match(array([b, 5, 5])).stored_tokens for b in (1, 2)]
+    assert lengths == [3, 2], "1 lost a page last"
+
+
+def test_forgetting_needs_a_prompt_that_reaches_the_lost_page() -> None:
+    tree = Tree()
+    prompt = array([1, 2, 3, 4])
+    tree.put(prompt.tolist())
+    tree.cache.mark_stored(prompt, NO_ROOT, 4)
+    tree.cache.forget_stored(array([1, 2, 9, 4]), NO_ROOT, 3)
+    tree.cache.forget_stored(array([1, 2]), NO_ROOT, 2)
+    tree.cache.evict(4)
+    assert tree.cache.match(prompt).stored_tokens == 4
+    tree.cache.forget_stored(array([1, 2, 3, 9]), NO_ROOT, 2)
+    assert tree.cache.match(prompt).stored_tokens == 2
 
 
 def test_a_prompt_inserted_in_pieces_is_one_node_once_nobody_runs_it() -> None:
