@@ -12,7 +12,7 @@ import logging
 import os
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import typer
 
@@ -60,11 +60,14 @@ def build_app() -> typer.Typer:
     return app
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the process's exit code. The console script's entry point."""
+def main(argv: Sequence[str] | None = None, build: Callable[[], typer.Typer] = build_app) -> int:
+    """Run one command; the process's exit code. The console script's entry point.
+
+    build: makes the command line; another program may give its own.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    command = typer.main.get_command(build_app())
+    command = typer.main.get_command(build())
     try:
         code = command.main(args=arguments, prog_name="kvstore", standalone_mode=False)
     except KVStoreError as error:
