@@ -226,6 +226,15 @@ class Brain:
                 flight.cancelled = True
                 self.fail(flight)
 
+    def borrow(self, key: Key) -> tuple[int, int] | None:
+        """(slot, nbytes) of a READY block, leased to the workers; None when there is none."""
+        with self.lock:
+            block = self._table.get(key)
+            if block is None or not block.ready:
+                return None
+            self._table.lease(WORKERS, block)
+            return block.slot, block.nbytes
+
     def release(self, client: int, slots: Iterable[int]) -> None:
         """Leases of READY slots go back."""
         with self.lock:
@@ -242,6 +251,8 @@ class Brain:
             self._counts[f"spills_{outcome.value}"] += 1
             block = self._table.release(WORKERS, spill.slot)
             self._table.set_dirty(block, False)
+            if outcome is not Spilled.WRITTEN:
+                block.written = False  # so that its next hit sends it again
 
     def spill_dirty(self, limit: int) -> list[Spill]:
         """Spills of up to `limit` dirty blocks, coldest first: for a flush."""

@@ -1,0 +1,171 @@
+"""Moving one block between a slot and a tier: pack or verify, encode or decode.
+
+Pure hands: they run in a worker's thread, own that worker's staging buffers, and know nothing of
+leases or tickets. What comes from a tier is checked before and after decoding; only what is whole
+is reported as arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvstore import codecs, frame
+from kvstore.blocks import DTYPE_BYTES, Key
+from kvstore.codecs.base import Codec
+from kvstore.errors import FrameInvalid, TierError, TierUnavailable
+from kvstore.frame import FrameHeader
+from kvstore.tiers.base import PAGE_BYTES, Judgement, Tier
+from kvstore.tiers.plans import Landing
+
+log = logging.getLogger(__name__)
+
+IDENTITY = "identity"
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How one move ended, and the bytes that crossed to or from the tier."""
+
+    landing: Landing
+    stored_bytes: int = 0
+    reason: str = ""
+
+
+class Staging:
+    """One worker's buffers, born at start: a header page, and the largest payload there can be."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.header = frame.aligned_buffer(PAGE_BYTES)
+        self.payload = frame.aligned_buffer(payload_bound(slot_bytes))
+
+
+def payload_bound(slot_bytes: int) -> int:
+    """Bytes of the largest payload that any codec makes of a slot, in whole pages."""
+    bounds = [
+        codecs.codec_for(kind, dtype).bound(slot_bytes)
+        for kind in codecs.kinds()
+        for dtype in DTYPE_BYTES
+    ]
+    return frame.padded(max(slot_bytes, *bounds))
+
+
+def read_block(
+    tier: Tier, key: Key, nbytes: int, slot: memoryview, staging: Staging, *, direct: bool
+) -> Moved:
+    """Fetch a block of `nbytes` raw bytes into `slot`, which nobody else sees yet.
+
+    direct: the tier keeps blocks as they are, so read the payload straight into the slot.
+    Never raises for a fault of the tier: the answer says what happened.
+    """
+    target = slot if direct else staging.payload
+    try:
+        length = tier.read(key, staging.header, target)
+        if length == 0:
+            return Moved(Landing.MISSING, reason="missing")
+        header = frame.parse_header(staging.header, key)
+        if header.raw_bytes != nbytes:
+            raise FrameInvalid(f"a block of {header.raw_bytes} bytes where {nbytes} are right")
+        if direct and header.codec != IDENTITY:
+            staging.payload[:length] = target[:length]
+            target = staging.payload
+        unpack_block(header, target[:length], slot)
+        return Moved(Landing.ARRIVED, length + PAGE_BYTES)
+    except FrameInvalid as error:
+        log.warning("%s: a damaged block is forgotten: %s", tier.name, error)
+        delete_quietly(tier, [key])
+        return Moved(Landing.CORRUPT, reason=str(error))
+    except Exception as error:
+        return Moved(Landing.UNAVAILABLE, reason=_reason(tier, error))
+
+
+def unpack_block(header: FrameHeader, payload: memoryview, slot: memoryview) -> None:
+    """Verify a frame's payload, decode it into the front of `slot`, and verify that.
+
+    The payload may lie in the slot itself when it is kept as it is. Raises FrameInvalid.
+    """
+    frame.verify_stored(header, payload)
+    stored = payload[: header.stored_bytes]
+    if header.codec == IDENTITY:
+        if header.stored_bytes != header.raw_bytes or header.stored_sum != header.raw_sum:
+            raise FrameInvalid("an identity frame whose stored and raw bytes differ")
+        if payload.obj is not slot.obj:
+            slot[: header.raw_bytes] = stored
+        return
+    decoded = codecs.open(header.codec).decode(stored, slot[: header.raw_bytes])
+    if decoded != header.raw_bytes:
+        raise FrameInvalid(f"{decoded} bytes decoded where {header.raw_bytes} are right")
+    frame.verify_raw(header, slot)
+
+
+def pack_block(
+    key: Key, nbytes: int, slot: memoryview, codec: Codec, staging: Staging
+) -> memoryview:
+    """Encode a leased block; the header lands in staging. Returns the padded payload.
+
+    A block that the codec does not shrink is sent as it lies in the slot.
+    """
+    raw = slot[:nbytes]
+    raw_sum = frame.checksum(raw)
+    stored_bytes = 0 if codec.name == IDENTITY else codec.encode(raw, staging.payload)
+    if stored_bytes:
+        payload, name = staging.payload, codec.name
+        stored_sum = frame.checksum(payload[:stored_bytes])
+    else:
+        payload, name, stored_bytes, stored_sum = slot, IDENTITY, nbytes, raw_sum
+    end = frame.padded(stored_bytes)
+    # Past a block's end a slot belongs to nobody; zeros there are what a frame's padding must be.
+    payload[stored_bytes:end] = bytes(end - stored_bytes)
+    frame.pack_header(
+        staging.header,
+        key=key,
+        codec=name,
+        raw_bytes=nbytes,
+        stored_bytes=stored_bytes,
+        raw_sum=raw_sum,
+        stored_sum=stored_sum,
+    )
+    return payload[:end]
+
+
+def write_block(
+    tier: Tier, key: Key, nbytes: int, slot: memoryview, codec: Codec, staging: Staging
+) -> Moved:
+    """Keep a block in a tier. ARRIVED when it is there, by us or before us."""
+    try:
+        if tier.local_index and tier.contains([key])[0]:
+            return Moved(Landing.ARRIVED)
+        payload = pack_block(key, nbytes, slot, codec, staging)
+        tier.write(key, staging.header, payload)
+        return Moved(Landing.ARRIVED, len(payload) + PAGE_BYTES)
+    except Exception as error:
+        return Moved(Landing.UNAVAILABLE, reason=_reason(tier, error))
+
+
+def delete_quietly(tier: Tier, keys: Sequence[Key]) -> None:
+    """Delete what was found damaged; a tier that cannot is only logged: it is never trusted."""
+    try:
+        tier.delete(keys)
+    except Exception as error:
+        log.warning("%s: cannot delete %d damaged blocks: %s", tier.name, len(keys), error)
+
+
+def contained(tier: Tier, keys: Sequence[Key]) -> list[bool]:
+    """`tier.contains`; a tier at fault contains nothing."""
+    try:
+        return tier.contains(keys)
+    except Exception as error:
+        log.warning("%s: %s", tier.name, _reason(tier, error))
+        return [False] * len(keys)
+
+
+def _reason(tier: Tier, error: Exception) -> str:
+    """One line for a tier's fault; what its author did not foresee is logged in full."""
+    if isinstance(error, TierUnavailable):
+        return f"unavailable: {error}"
+    if isinstance(error, TierError):
+        return str(error)
+    if tier.judge(error) is Judgement.PERMANENT:
+        log.error("%s: an unexpected fault", tier.name, exc_info=error)
+    return f"{type(error).__name__}: {error}"

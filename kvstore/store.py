@@ -1,0 +1,415 @@
+"""The store: one slab, its brain, the tiers below it and their threads.
+
+This is the embedded default (`kvstore.open`) and the heart of the sidecar. Engines talk to it
+through sessions (`session.py`), the brain (`tiers/manager.py`) decides, workers (`workers.py`)
+carry out; this file joins them.
+
+A load: the session asks the finder which tier has each block, the brain leases slots and starts
+flights, a worker fetches and reports to `_landed`, which publishes the block and tells every
+ticket that waits for it. A save: the brain grants slots, `commit` publishes and returns spills,
+`carry_out` queues them, a worker writes and reports to `_written`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvstore import codecs, frame, movers
+from kvstore.blocks import Key, Namespace
+from kvstore.codecs.base import Codec
+from kvstore.errors import ConfigError, FrameInvalid, StoreClosed, TierFull
+from kvstore.finder import L2, Finder
+from kvstore.leases import Slab
+from kvstore.movers import Moved
+from kvstore.session import Session, deadline_after
+from kvstore.tiers.base import Tier
+from kvstore.tiers.manager import Brain
+from kvstore.tiers.plans import Flight, Landing, Spill, Spilled
+from kvstore.tiers.policies.eviction import EvictionPolicy, eviction_policy
+from kvstore.tiers.policies.write import WritePolicy
+from kvstore.tiers.slots import WORKERS
+from kvstore.units import format_bytes
+from kvstore.workers import TierWorkers
+
+log = logging.getLogger(__name__)
+
+QUEUE_BLOCKS: Final = 256
+"""Spills waiting, per tier; more are dropped and counted."""
+CLOSE_WAIT_S: Final = 5.0
+"""How long closing waits for workers that are inside a tier."""
+RESIDENT_FLOOR: Final = 2
+GRANTED_FLOOR: Final = 2
+FLIGHT_SHARE: Final = 2
+"""At most one slot in this many is being loaded from one tier."""
+MAX_SESSIONS: Final = 1024
+
+
+@dataclass(frozen=True)
+class SlotNeeds:
+    """The fewest slots a store can work with, a term for each holder."""
+
+    resident: int
+    granted: int
+    workers: int
+
+    @property
+    def total(self) -> int:
+        return self.resident + self.granted + self.workers
+
+
+class Store:
+    """See the module's text.
+
+    tiers: fastest first; the store owns and closes them.
+    codecs: tier name to kind of codec ("auto" where not named).
+    queue_blocks: bound of each tier's write queue.
+    own_slab: close the slab with the store.
+
+    Raises:
+        ConfigError: the slab has too few slots; two tiers of one name; an unknown policy or codec.
+    """
+
+    def __init__(
+        self,
+        slab: Slab,
+        tiers: Sequence[Tier] = (),
+        *,
+        write_policy: WritePolicy | None = None,
+        eviction: EvictionPolicy | str = "lru",
+        codecs: Mapping[str, str] | None = None,
+        queue_blocks: int = QUEUE_BLOCKS,
+        own_slab: bool = True,
+    ) -> None:
+        names = [tier.name for tier in tiers]
+        if len(set(names)) < len(names) or L2 in names:
+            raise ConfigError(f"tier names {names} must be distinct, and none of them {L2!r}")
+        _check_slots(slab, tiers)
+        self.slab = slab
+        self._own_slab = own_slab
+        self._tiers = list(tiers)
+        self._kinds = {name: (codecs or {}).get(name, "auto") for name in names}
+        self._codecs: dict[tuple[str, str], Codec] = {}
+        self._namespaces: dict[str, Namespace] = {}
+        self._clients = itertools.count(WORKERS + 1)
+        self._sessions: dict[int, Session] = {}
+        self._hits: Counter[str] = Counter()
+        self._closing = False
+        policy = eviction_policy(eviction) if isinstance(eviction, str) else eviction
+        self.brain = Brain(
+            slab.slots,
+            policy,
+            write_policy or WritePolicy(),
+            tiers=len(tiers),
+            flights_max=max(1, slab.slots // FLIGHT_SHARE),
+        )
+        for kind in self._kinds.values():
+            _codec_for(kind, "bfloat16")
+        self._workers = [
+            TierWorkers(
+                tier,
+                slab,
+                queue_blocks=queue_blocks,
+                direct=self._kinds[tier.name] == movers.IDENTITY,
+                codec_of=lambda key, name=tier.name: self._codec_of(name, key),  # type: ignore[misc]
+                take_off=self.brain.take_off,
+                landed=self._landed,
+                written=self._written,
+            )
+            for tier in self._tiers
+        ]
+        self.finder = Finder(self.brain, self._workers)
+
+    def session(self, namespace: Namespace, tenant: str = "default") -> Session:
+        """A session for one engine.
+
+        Raises ConfigError when a block of the namespace does not fit in a slot.
+        """
+        if namespace.block_bytes > self.slab.slot_bytes:
+            raise ConfigError(
+                f"a block of {namespace.model!r} takes {namespace.block_bytes} bytes, a slot has "
+                f"{self.slab.slot_bytes}; start the store with slots (--slot) of at least "
+                f"{format_bytes(frame.padded(namespace.block_bytes))}"
+            )
+        with self.brain.lock:
+            if self._closing:
+                raise StoreClosed("the store is closed")
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise ConfigError(f"{MAX_SESSIONS} sessions are open; close some first")
+            client = next(self._clients)
+            self.brain.add_client(client)
+            self._namespaces[namespace.digest] = namespace
+            session = self._sessions[client] = Session(self, client, namespace, tenant)
+            return session
+
+    # --- for sessions -------------------------------------------------------------------
+
+    def count_hits(self, tier: str, blocks: int) -> None:
+        """Blocks served from a tier, for statistics."""
+        with self.brain.lock:
+            self._hits[tier] += blocks
+
+    def carry_out(self, flights: Iterable[Flight], spills: Iterable[Spill]) -> None:
+        """Give the brain's plans to the workers. Not under the lock: nothing here waits."""
+        for flight in flights:
+            self._workers[flight.tier].read(flight)
+        for spill in spills:
+            if not self._workers[spill.tier].write(spill):
+                self.brain.spilled(spill, Spilled.DROPPED)
+
+    def forget_session(self, client: int) -> None:
+        """A session was closed."""
+        with self.brain.lock:
+            self._sessions.pop(client, None)
+
+    # --- frames, for clients that cannot map the slab -----------------------------------
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes a payload buffer must have to take any frame of this store."""
+        return movers.payload_bound(self.slab.slot_bytes)
+
+    def contains(self, keys: Sequence[Key]) -> list[str]:
+        """For each key the name of the fastest tier that has it, "" for none. Asks remote tiers,
+        so it may wait for them."""
+        names = [""] * len(keys)
+        for i, key in enumerate(keys):
+            borrowed = self.brain.borrow(key)
+            if borrowed is not None:
+                self.brain.release(WORKERS, [borrowed[0]])
+                names[i] = L2
+        for tier in self._tiers:
+            missing = [i for i, name in enumerate(names) if not name]
+            if missing:
+                found = movers.contained(tier, [keys[i] for i in missing])
+                for i, has in zip(missing, found, strict=True):
+                    names[i] = tier.name if has else ""
+        return names
+
+    def read_frame(self, key: Key, header: memoryview, payload: memoryview) -> int:
+        """A verified frame of this block, from L2 or else a tier; payload bytes, 0 for a miss."""
+        borrowed = self.brain.borrow(key)
+        if borrowed is not None:
+            slot, nbytes = borrowed
+            try:
+                return _frame_of(key, self.slab.view(slot)[:nbytes], header, payload)
+            finally:
+                self.brain.release(WORKERS, [slot])
+        for tier in self._tiers:
+            try:
+                length = tier.read(key, header, payload)
+                if length:
+                    frame.verify_stored(frame.parse_header(header, key), payload[:length])
+                    self.count_hits(tier.name, 1)
+                    return length
+            except FrameInvalid as error:
+                log.warning("%s: a damaged block is forgotten: %s", tier.name, error)
+                movers.delete_quietly(tier, [key])
+            except Exception as error:
+                log.warning("%s: read failed: %s", tier.name, error)
+        return 0
+
+    def write_frame(self, key: Key, header: memoryview, payload: memoryview) -> bool:
+        """Take a frame into L2 like a save; False when the block is held or on its way already.
+
+        Raises:
+            FrameInvalid: it is damaged, of another key, or no block of a known namespace.
+            TierFull: no slot is free.
+        """
+        parsed = frame.parse_header(header, key)
+        namespace = self._namespaces.get(key.namespace)
+        right = namespace.block_bytes if namespace is not None else parsed.raw_bytes
+        if parsed.raw_bytes != right or parsed.raw_bytes > self.slab.slot_bytes:
+            raise FrameInvalid(
+                f"a block of {parsed.raw_bytes} bytes; {min(right, self.slab.slot_bytes)} are right"
+            )
+        frame.verify_stored(parsed, payload)
+        answer = self.brain.admit(WORKERS, [key], parsed.raw_bytes)
+        self.carry_out((), answer.spills)
+        if answer.dropped:
+            raise TierFull("no slot of L2 is free; try again later")
+        if not answer.grants:
+            return False
+        [(_, slot)] = answer.grants
+        try:
+            movers.unpack_block(parsed, payload, self.slab.view(slot))
+        except BaseException:
+            self.brain.abandon(WORKERS, [slot])
+            raise
+        self.carry_out((), self.brain.commit(WORKERS, [slot]))
+        return True
+
+    # --- care ---------------------------------------------------------------------------
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Write what is queued or dirty and make it durable; False when that took too long."""
+        deadline_s = deadline_after(timeout_s)
+        while True:
+            room = min((workers.room() for workers in self._workers), default=0)
+            spills = self.brain.spill_dirty(room) if room else []
+            self.carry_out((), spills)
+            if not all(workers.wait_written(deadline_s) for workers in self._workers):
+                return False
+            if not spills:
+                return True
+
+    def clear(self, tier: str = "all") -> None:
+        """Empty a tier ("l2", a tier's name, or "all"). Leased blocks stay; others are gone.
+
+        Raises ConfigError for an unknown name; what a tier raises when it cannot.
+        """
+        names = [L2, *(t.name for t in self._tiers)]
+        if tier not in (*names, "all"):
+            raise ConfigError(f"unknown tier {tier!r}; one of {', '.join(names)}, all is right")
+        for index, lower in enumerate(self._tiers):
+            if tier in (lower.name, "all"):
+                lower.clear()
+                with self.brain.lock:
+                    self.brain.places.forget(index)
+        if tier in (L2, "all"):
+            self.brain.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers: "l2" (slots, evictions, ...), "tiers" (by name), "hits" (blocks)."""
+        with self.brain.lock:
+            l2 = self.brain.stats()
+            hits = dict(self._hits)
+            sessions = len(self._sessions)
+        tiers = {
+            workers.tier.name: {**workers.stats(), **workers.tier.stats()}
+            for workers in self._workers
+        }
+        return {
+            "l2": {**l2, "slot_bytes": self.slab.slot_bytes},
+            "tiers": tiers,
+            "hits": {name: hits.get(name, 0) for name in (L2, *tiers)},
+            "sessions": sessions,
+        }
+
+    def close(self) -> None:
+        """End sessions and threads, close tiers. Then every slot is free or idle again, unless a
+        worker hangs inside a tier: its slot stays its own."""
+        with self.brain.lock:
+            if self._closing:
+                return
+            self._closing = True
+            sessions = list(self._sessions.values())
+        for session in sessions:
+            session.close()
+        deadline_s = deadline_after(CLOSE_WAIT_S)
+        ended = [workers.close(deadline_s) for workers in self._workers]
+        for tier, done in zip(self._tiers, ended, strict=True):
+            if done:
+                tier.close()
+            else:
+                log.error("%s hangs; left as it is", tier.name)
+        if all(ended):
+            self.brain.clear()
+            stats = self.brain.stats()
+            assert stats["slots_free"] == stats["slots"], f"slots are missing at close: {stats}"
+            if self._own_slab:
+                self.slab.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        l2 = self.brain.stats()
+        parts = [f"L2 {l2['slots_ready']}/{l2['slots']} slots, {l2['slots_leased']} leased"]
+        for workers in self._workers:
+            stats = workers.stats()
+            parts.append(
+                f"{workers.tier.name} {stats['queued_writes']} queued, {stats['faults']} faults"
+            )
+        parts.append(f"{l2['spills_dropped']} dropped")
+        return " | ".join(parts)
+
+    # --- reports of the workers ---------------------------------------------------------
+
+    def _landed(self, flight: Flight, moved: Moved) -> None:
+        """A flight ended in its tier: publish the block, or go on, or cut those who wait."""
+        name = self._tiers[flight.tier].name
+        if moved.landing is Landing.ARRIVED:
+            with self.brain.lock:
+                waiters, spills = self.brain.land(flight)
+                self._hits[name] += len(waiters)
+                for waiter in waiters:
+                    waiter.owner.arrived(waiter.index, flight.slot, name)
+            self.carry_out((), spills)
+            return
+        with self.brain.lock:
+            self.brain.places.forget(flight.tier, [flight.key])
+        lower = None if self._closing else self.finder.next_source(flight)
+        with self.brain.lock:
+            if lower is not None:
+                self.brain.redirect(flight, lower)
+            else:
+                for waiter in self.brain.fail(flight):
+                    waiter.owner.cut(waiter.index, f"{name}: {moved.reason}")
+        if lower is not None:
+            self._workers[lower].read(flight)
+
+    def _written(self, spill: Spill, moved: Moved) -> None:
+        """A spill ended."""
+        if moved.landing is Landing.ARRIVED:
+            if not self._tiers[spill.tier].local_index:
+                with self.brain.lock:
+                    self.brain.places.learn(spill.tier, [spill.key])
+            self.brain.spilled(spill, Spilled.WRITTEN)
+        else:
+            self.brain.spilled(spill, Spilled.FAILED)
+
+    def _codec_of(self, tier: str, key: Key) -> Codec:
+        """The codec of a tier for the dtype of a key's namespace; identity where unknown."""
+        namespace = self._namespaces.get(key.namespace)
+        dtype = namespace.dtype if namespace is not None else ""
+        codec = self._codecs.get((tier, dtype))
+        if codec is None:
+            kind = self._kinds[tier] if dtype else movers.IDENTITY
+            codec = self._codecs[(tier, dtype)] = _codec_for(kind, dtype or "int8")
+        return codec
+
+
+def _codec_for(kind: str, dtype: str) -> Codec:
+    return codecs.codec_for(kind, dtype)
+
+
+def _frame_of(key: Key, block: memoryview, header: memoryview, payload: memoryview) -> int:
+    """Copy a block into an identity frame; payload bytes."""
+    end = frame.padded(len(block))
+    payload[: len(block)] = block
+    payload[len(block) : end] = bytes(end - len(block))
+    # The sum is of the copy: what leaves is what was checked.
+    total = frame.checksum(payload[: len(block)])
+    frame.pack_header(
+        header,
+        key=key,
+        codec=movers.IDENTITY,
+        raw_bytes=len(block),
+        stored_bytes=len(block),
+        raw_sum=total,
+        stored_sum=total,
+    )
+    return end
+
+
+def _check_slots(slab: Slab, tiers: Sequence[Tier]) -> None:
+    """Refuse a slab that its holders could exhaust among themselves."""
+    needs = SlotNeeds(
+        resident=RESIDENT_FLOOR,
+        granted=GRANTED_FLOOR,
+        workers=sum(tier.workers_read + tier.workers_write for tier in tiers),
+    )
+    if slab.slots < needs.total:
+        raise ConfigError(
+            f"a slab of {slab.slots} slots; at least {needs.total} are needed: {needs.resident} "
+            f"resident, {needs.granted} being saved, {needs.workers} in workers' hands; "
+            "raise l2.bytes (--l2) or lower l2.slot_bytes (--slot)"
+        )

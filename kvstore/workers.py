@@ -1,0 +1,256 @@
+"""The threads of one tier, and the bounded queues they serve.
+
+`workers_read` threads look at reads first, `workers_write` threads at writes first; each does the
+other when its own queue is empty, so neither a burst of saves nor one of loads leaves threads
+idle. A tier that hangs holds its threads and fills its queues, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from kvstore import movers
+from kvstore.blocks import Key
+from kvstore.codecs.base import Codec
+from kvstore.leases import Slab
+from kvstore.movers import Moved, Staging
+from kvstore.tiers.base import Tier
+from kvstore.tiers.plans import Flight, Landing, Spill
+
+log = logging.getLogger(__name__)
+
+PROBES_MAX: Final = 256
+"""Batched existence questions waiting, per tier; more are answered with no."""
+
+
+class Probe:
+    """One batched question of which keys a tier holds; `answer` is called from a worker."""
+
+    def __init__(self, keys: Sequence[Key], answer: Callable[[Probe, list[bool]], None]) -> None:
+        self.keys = keys
+        self.answer = answer
+
+
+class TierWorkers:
+    """Reads, writes and probes of one tier.
+
+    landed, written: called from a worker when a flight or spill ended.
+    codec_of: the codec for a key's namespace on this tier.
+    take_off: whether a flight is still wanted.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        slab: Slab,
+        *,
+        queue_blocks: int,
+        direct: bool,
+        codec_of: Callable[[Key], Codec],
+        take_off: Callable[[Flight], bool],
+        landed: Callable[[Flight, Moved], None],
+        written: Callable[[Spill, Moved], None],
+    ) -> None:
+        self.tier = tier
+        self.counts: Counter[str] = Counter()
+        self._slab = slab
+        self._queue_blocks = queue_blocks
+        self._direct = direct
+        self._codec_of = codec_of
+        self._take_off = take_off
+        self._landed = landed
+        self._written = written
+        self._reads: deque[Flight] = deque()
+        self._writes: deque[Spill | threading.Event] = deque()
+        self._probes: deque[Probe] = deque()
+        self._moved = threading.Condition()
+        self._busy = {"reads": 0, "writes": 0}
+        self._faulty = False
+        self._closing = False
+        self._threads = [
+            threading.Thread(
+                target=self._work,
+                args=(number < tier.workers_read, Staging(slab.slot_bytes)),
+                name=f"{tier.name}-{number}",
+                daemon=True,
+            )
+            for number in range(tier.workers_read + tier.workers_write)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def read(self, flight: Flight) -> None:
+        """Queue a flight; the brain has bounded how many there are."""
+        with self._moved:
+            self._reads.append(flight)
+            self._moved.notify()
+
+    def write(self, spill: Spill) -> bool:
+        """Queue a spill; False when the queue is full or the workers are closing."""
+        with self._moved:
+            if self._closing or len(self._writes) >= self._queue_blocks:
+                return False
+            self._writes.append(spill)
+            self._moved.notify()
+            return True
+
+    def probe(self, probe: Probe) -> bool:
+        """Queue a question; False when there are too many."""
+        with self._moved:
+            if self._closing or len(self._probes) >= PROBES_MAX:
+                return False
+            self._probes.append(probe)
+            self._moved.notify()
+            return True
+
+    def room(self) -> int:
+        """Spills that the write queue would take now."""
+        with self._moved:
+            return max(0, self._queue_blocks - len(self._writes))
+
+    def wait_written(self, deadline_s: float) -> bool:
+        """Until no write is queued or running and the tier is flushed; False past the deadline."""
+        with self._moved:
+            if not self._moved.wait_for(self._no_writes, max(0.0, deadline_s - time.monotonic())):
+                return False
+            flushed = threading.Event()
+            self._writes.append(flushed)
+            self._moved.notify()
+        return flushed.wait(max(0.0, deadline_s - time.monotonic()))
+
+    def stats(self) -> dict[str, Any]:
+        """Queue depths and counters."""
+        with self._moved:
+            queues = {
+                "queued_reads": len(self._reads),
+                "queued_writes": len(self._writes),
+                "running_reads": self._busy["reads"],
+                "running_writes": self._busy["writes"],
+            }
+        return {**queues, **{name: self.counts[name] for name in COUNTERS}}
+
+    def close(self, deadline_s: float) -> bool:
+        """End the threads; what is queued is not done. False when some still hang in the tier."""
+        with self._moved:
+            self._closing = True
+            reads, writes = list(self._reads), list(self._writes)
+            probes = list(self._probes)
+            self._reads.clear()
+            self._writes.clear()
+            self._probes.clear()
+            self._moved.notify_all()
+        for flight in reads:
+            if self._take_off(flight):
+                self._landed(flight, Moved(Landing.UNAVAILABLE, reason="closing"))
+        for job in writes:
+            if isinstance(job, Spill):
+                self._written(job, Moved(Landing.UNAVAILABLE, reason="closing"))
+        for probe in probes:
+            probe.answer(probe, [False] * len(probe.keys))
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _no_writes(self) -> bool:
+        return not self._writes and not self._busy["writes"]
+
+    def _next(self, reads_first: bool) -> Flight | Spill | Probe | threading.Event | None:
+        """Wait for a job; None when closing."""
+        with self._moved:
+            while not self._closing:
+                if self._probes:
+                    return self._probes.popleft()
+                for wants_read in (reads_first, not reads_first):
+                    if wants_read and self._reads:
+                        self._busy["reads"] += 1
+                        return self._reads.popleft()
+                    if not wants_read and self._writes:
+                        self._busy["writes"] += 1
+                        return self._writes.popleft()
+                self._moved.wait()
+            return None
+
+    def _work(self, reads_first: bool, staging: Staging) -> None:
+        """A worker's life. A mistake of ours in one job must not end the thread."""
+        while (job := self._next(reads_first)) is not None:
+            try:
+                if isinstance(job, Flight):
+                    self._read(job, staging)
+                elif isinstance(job, Spill):
+                    self._write(job, staging)
+                elif isinstance(job, Probe):
+                    self.counts["probes"] += 1
+                    job.answer(job, movers.contained(self.tier, job.keys))
+                else:
+                    self.tier.flush()
+                    job.set()
+            except Exception:
+                log.exception("%s: a worker's job failed", self.tier.name)
+            finally:
+                self._finished(job)
+
+    def _finished(self, job: Flight | Spill | Probe | threading.Event) -> None:
+        with self._moved:
+            if isinstance(job, Flight):
+                self._busy["reads"] -= 1
+            elif not isinstance(job, Probe):
+                self._busy["writes"] -= 1
+            self._moved.notify_all()
+
+    def _read(self, flight: Flight, staging: Staging) -> None:
+        if not self._take_off(flight):
+            return
+        slot = self._slab.view(flight.slot)
+        moved = movers.read_block(
+            self.tier, flight.key, flight.nbytes, slot, staging, direct=self._direct
+        )
+        self._count("read", moved)
+        self._landed(flight, moved)
+
+    def _write(self, spill: Spill, staging: Staging) -> None:
+        moved = Moved(Landing.UNAVAILABLE, reason="a fault of ours")
+        try:
+            moved = movers.write_block(
+                self.tier,
+                spill.key,
+                spill.nbytes,
+                self._slab.view(spill.slot),
+                self._codec_of(spill.key),
+                staging,
+            )
+            self._count("write", moved)
+        finally:
+            self._written(spill, moved)
+
+    def _count(self, direction: str, moved: Moved) -> None:
+        """Count one move; the first fault in a row is a warning, the rest are details."""
+        if moved.landing is Landing.ARRIVED:
+            self.counts[f"{direction}s"] += bool(moved.stored_bytes)
+            self.counts[f"{direction}_bytes"] += moved.stored_bytes
+            self._faulty = False
+        elif moved.landing is Landing.MISSING:
+            self.counts["misses"] += 1
+        elif moved.landing is Landing.CORRUPT:
+            self.counts["checksum_failures"] += 1
+        else:
+            self.counts["faults"] += 1
+            level = logging.DEBUG if self._faulty else logging.WARNING
+            self._faulty = True
+            log.log(level, "%s: %s failed: %s", self.tier.name, direction, moved.reason)
+
+
+COUNTERS: Final = (
+    "reads",
+    "read_bytes",
+    "writes",
+    "write_bytes",
+    "probes",
+    "misses",
+    "checksum_failures",
+    "faults",
+)
