@@ -15,6 +15,12 @@ from numpy.typing import NDArray
 PageIds = NDArray[np.int32]
 
 
+def useful_tokens(prompt_tokens: int, page_tokens: int = 1) -> int:
+    """How many leading tokens of a prompt a hit may spare: whole pages, never the last token,
+    which is computed to get the first logits."""
+    return max(0, prompt_tokens - 1) // page_tokens * page_tokens
+
+
 class OutOfPages(Exception):
     """`alloc` was asked for more pages than are free: the caller looks first, or evicts."""
 

@@ -1,0 +1,62 @@
+"""What hashed blocks of a prompt hit, the radix tree hits too, whatever the prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.engine.pages import PagePool, useful_tokens
+from kvstore.engine.radix import RadixCache
+from kvstore.hashing import hash_tokens
+
+CUTS = [[0] * 40, [0] * 13 + [1] * 27, [0] * 24 + [1] * 16, [1] * 40]
+prompts = st.lists(
+    st.one_of(
+        st.builds(lambda tokens, end: tokens[:end], st.sampled_from(CUTS), st.integers(1, 40)),
+        st.lists(st.integers(0, 1), min_size=1, max_size=40),
+    ),
+    max_size=12,
+)
+
+
+def block_run(held: set[bytes], hashes: list[bytes]) -> int:
+    run = 0
+    while run < len(hashes) and hashes[run] in held:
+        run += 1
+    return run
+
+
+@pytest.mark.parametrize("page_tokens", [1, 2, 8])
+@given(asked=prompts)
+@settings(max_examples=60, deadline=None)
+def test_the_tree_hits_at_least_what_blocks_hit(page_tokens: int, asked: list[list[int]]) -> None:
+    block_tokens = 8
+    pool = PagePool(2000)
+    cache = RadixCache(pool, page_tokens)
+    held: set[bytes] = set()
+    for prompt in asked:
+        tokens = np.array(prompt, np.int32)
+        hashes = hash_tokens(tokens, block_tokens=block_tokens)
+        run = block_run(held, hashes)
+        hit = cache.match(tokens).tokens
+        assert hit // block_tokens == run, "in whole blocks they know the same"
+        spared = cache.match(tokens[: useful_tokens(len(prompt), page_tokens)]).tokens
+        assert spared == min(hit, useful_tokens(len(prompt), page_tokens))
+        assert spared >= min(run * block_tokens, useful_tokens(len(prompt), block_tokens))
+        held.update(hashes)
+        whole = len(prompt) // page_tokens
+        pages = pool.alloc(whole)
+        cache.insert(tokens[: whole * page_tokens], pages)
+        pool.drop(pages)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "page_tokens", "useful"),
+    [(0, 1, 0), (1, 1, 0), (2, 1, 1), (32, 16, 16), (33, 16, 32), (16, 16, 0)],
+)
+def test_the_last_token_is_always_computed(
+    prompt_tokens: int, page_tokens: int, useful: int
+) -> None:
+    assert useful_tokens(prompt_tokens, page_tokens) == useful
