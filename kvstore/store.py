@@ -44,8 +44,6 @@ CLOSE_WAIT_S: Final = 5.0
 """How long closing waits for workers that are inside a tier."""
 RESIDENT_FLOOR: Final = 2
 GRANTED_FLOOR: Final = 2
-FLIGHT_SHARE: Final = 2
-"""At most one slot in this many is being loaded from one tier."""
 MAX_SESSIONS: Final = 1024
 
 
@@ -105,7 +103,7 @@ class Store:
             policy,
             write_policy or WritePolicy(),
             tiers=len(tiers),
-            flights_max=max(1, slab.slots // FLIGHT_SHARE),
+            flights_max=slab.slots - RESIDENT_FLOOR - GRANTED_FLOOR,
         )
         for kind in self._kinds.values():
             _codec_for(kind, "bfloat16")

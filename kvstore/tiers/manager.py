@@ -52,7 +52,7 @@ class Brain:
         tiers: int,
         flights_max: int,
     ) -> None:
-        assert flights_max > 0
+        assert flights_max >= 0
         self.lock = threading.RLock()
         self.places = Places()
         self._table = SlotTable(slots, policy)
