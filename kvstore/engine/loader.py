@@ -95,10 +95,10 @@ def load_model(
     source: GGUFFile | HFFolder
     try:
         source = HFFolder(where) if where.is_dir() else GGUFFile(where)
+        config = source.config()
         tokenizer = source.tokenizer()
     except OSError as error:
         raise ConfigError(f"{where} cannot be read: {error}") from error
-    config = source.config()
     digest = xxhash.xxh3_128()
     model = _assemble(config, _reader(source, where, digest, torch_device, torch_dtype))
     _check_all_used(source, config, where)
@@ -222,7 +222,7 @@ def _place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor this model has, by Hugging Face's names, in reading order."""
+    """Every tensor this model has, by Hugging Face's names."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab, config.hidden)
     }
@@ -263,7 +263,9 @@ def _reader(
         raw, tensor = source.read(stored)
         digest.update(name.encode())
         digest.update(raw.data)
-        return tensor.to(device=device, dtype=dtype)
+        # A copy also where nothing changes: matrix products round by their operands' alignment,
+        # and a tensor that lies in a mapped file is aligned by chance.
+        return tensor.to(device=device, dtype=dtype, copy=True)
 
     return get
 
