@@ -1,0 +1,101 @@
+"""`kvstore engine` as a process: a ready line, a served model, one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from kvstore.cli import main
+
+
+def test_it_serves_and_ends_on_a_signal() -> None:
+    command = [sys.executable, "-m", "kvstore", "engine", "--model", "random", "--seed", "3"]
+    options = ["--port", "0", "--threads", "1", "--num-pages", "64", "--lora", "red=random:1"]
+    process = subprocess.Popen(
+        [*command, *options, "--model-name", "tiny"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        assert ready.startswith("kvstore engine: tiny at http://127.0.0.1:")
+        url = ready.split()[-1]
+        models = json.load(urllib.request.urlopen(f"{url}/models", timeout=20))
+        assert [model["id"] for model in models["data"]] == ["tiny", "red"]
+        body = {"model": "red", "prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        answer = json.load(urllib.request.urlopen(request, timeout=20))
+        assert answer["usage"]["completion_tokens"] == 3
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--model", "/no/such/model"], ["/no/such/model"]),
+        (["--model", "random", "--lora", "red"], ["'red'", "NAME=FOLDER"]),
+        (["--model", "random", "--kv-memory", "1KiB"], ["1KiB", "65,536"]),
+        (["--model", "random", "--num-pages", "0"], ["num_pages", "0"]),
+        (["--model", "random", "--page-tokens", "5"], ["block_tokens", "16", "5"]),
+        (["--model", "random", "--max-context", "9999"], ["9999", "4096"]),
+        (["--model", "random", "--hash-algo", "sha256"], ["sha256_cbor"]),
+        (["--model", "random", "--deadline-ms", "-1"], ["deadline_ms", "-1"]),
+        (
+            ["--model", "random", "--store", "/none.sock", "--prefetch", "best_efort"],
+            ["best_efort", "'best_effort'"],
+        ),
+    ],
+)
+def test_mistakes_are_one_line(
+    options: list[str], words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["engine", "--port", "0", *options]) == 2
+    text = capfd.readouterr().err
+    assert text.count("\n") == 1
+    for word in words:
+        assert word in text
+
+
+def test_a_port_in_use_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    from kvstore.engine.server import listen
+
+    taken = listen("127.0.0.1", 0)
+    port = taken.getsockname()[1]
+    assert main(["engine", "--model", "random", "--port", str(port)]) == 2
+    assert f"127.0.0.1:{port}" in capfd.readouterr().err
+    taken.close()
+
+
+def test_the_engine_goes_on_without_the_sidecar_it_was_given(tmp_path: Path) -> None:
+    """An absent store is no mistake: everything misses."""
+    from kvstore.cli.engine import Joining, _join
+    from kvstore.engine.loader import random_model
+    from kvstore.engine.loop import Engine
+    from kvstore.engine.runner import Runner
+
+    loaded = random_model(0, layers=1, hidden=16, heads=1, kv_heads=1, vocab=300)
+    runner = Runner(loaded, 64, 4)
+    joining = Joining(os.fspath(tmp_path / "none.sock"), "", "timeout", 200.0, 0, 0.0)
+    client, hooks = _join(loaded, runner, 8, 4, joining)
+    engine = Engine(loaded, num_pages=64, page_tokens=4, hooks=hooks, runner=runner)
+    for _ in range(2):
+        (output,) = engine.generate([[5] * 40], max_tokens=4)
+        assert output.finish_reason is not None
+        engine.reset_prefix_cache()
+    engine.check()
+    engine.close()
+    client.close()
