@@ -1,0 +1,515 @@
+"""The brain against a plain model of it: dicts and lists, no order of eviction, obviously right.
+
+The model also keeps what lies in each slot. A filler owns its slot's bytes; everybody else may only
+read them under a lease, and must find the block of their key, whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstore.blocks import Key
+from kvstore.tiers.manager import Brain
+from kvstore.tiers.plans import Admission, Flight, LoadPlan, Spill, Spilled, Waiter
+from kvstore.tiers.policies.eviction import LRU
+from kvstore.tiers.policies.write import WRITE_POLICIES, write_policy
+from kvstore.tiers.slots import WORKERS
+
+NBYTES = 4096
+KEYS = [Key("team", "space", bytes([n]) * 32) for n in range(12)]
+CLIENTS = (1, 2, 3)
+
+runs = st.lists(st.sampled_from(range(len(KEYS))), min_size=1, max_size=6, unique=True)
+picks = st.integers(0, 1 << 16)
+
+
+class BrainAgainstModel(RuleBasedStateMachine):
+    """Several clients save, load, give up and die; flights land or fail; spills end any way."""
+
+    @initialize(
+        slots=st.integers(2, 7),
+        tiers=st.integers(0, 2),
+        write=st.sampled_from(WRITE_POLICIES),
+        flights_max=st.integers(1, 4),
+    )
+    def start(self, slots: int, tiers: int, write: str, flights_max: int) -> None:
+        self.slots, self.tiers, self.flights_max = slots, tiers, flights_max
+        self.write = write_policy(write)
+        self.brain = Brain(slots, LRU(), self.write, tiers=tiers, flights_max=flights_max)
+        self.clients: set[int] = set()
+        self.resident: dict[Key, int] = {}
+        self.dirty: set[Key] = set()
+        self.leases: list[tuple[int, Key]] = []  # (client, key), one entry for each lease
+        self.saving: dict[Key, tuple[int, int]] = {}  # key: (client, slot)
+        self.flights: dict[Key, Flight] = {}
+        self.begun: list[Flight] = []
+        self.waiting: list[tuple[Waiter, Flight]] = []
+        self.spills: list[Spill] = []
+        self.bytes: dict[int, Key | None] = {}  # what lies in a slot; None: half-written
+
+    # --- what the model says ------------------------------------------------------------
+
+    def filling(self) -> dict[Key, int]:
+        slots = {key: slot for key, (_, slot) in self.saving.items()}
+        slots.update({key: flight.slot for key, flight in self.flights.items()})
+        return slots
+
+    def free(self) -> int:
+        return self.slots - len(self.resident) - len(self.filling())
+
+    def leased(self, key: Key) -> bool:
+        return any(held == key for _, held in self.leases)
+
+    def may_go(self) -> set[Key]:
+        return {key for key in self.resident if not self.leased(key)} - self.dirty
+
+    def settle_evictions(self, filled: dict[Key, int], kept: set[Key]) -> None:
+        """Forget what a verb evicted to fill slots; all of it must have been free to go."""
+        ready = {key for key in KEYS if self.brain.match([key], NBYTES)}
+        gone = set(self.resident) - ready
+        assert gone <= self.may_go() - kept
+        assert len(gone) == max(0, len(filled) - self.free())
+        for key in gone:
+            del self.resident[key]
+        taken = set(self.resident.values()) | set(self.filling().values())
+        for slot in filled.values():
+            assert slot not in taken, "a slot was given twice"
+            taken.add(slot)
+            self.bytes[slot] = None
+
+    def take_spills(self, spills: list[Spill]) -> None:
+        for spill in spills:
+            assert 0 <= spill.tier < self.tiers
+            assert self.resident[spill.key] == spill.slot
+            self.spills.append(spill)
+            self.leases.append((WORKERS, spill.key))
+
+    def publish(self, key: Key, slot: int) -> None:
+        assert key not in self.resident, "a key twice"
+        self.bytes[slot] = key
+        self.resident[key] = slot
+
+    # --- clients ------------------------------------------------------------------------
+
+    @rule(client=st.sampled_from(CLIENTS))
+    def come(self, client: int) -> None:
+        if client not in self.clients:
+            self.brain.add_client(client)
+            self.clients.add(client)
+
+    @rule(client=st.sampled_from(CLIENTS))
+    def die(self, client: int) -> None:
+        if client not in self.clients:
+            return
+        self.brain.drop_client(client)
+        self.clients.remove(client)
+        self.leases = [lease for lease in self.leases if lease[0] != client]
+        self.saving = {key: held for key, held in self.saving.items() if held[0] != client}
+        for waiter, flight in list(self.waiting):
+            if waiter.client == client:
+                self.forget_waiter(waiter, flight)
+
+    def forget_waiter(self, waiter: Waiter, flight: Flight) -> None:
+        self.waiting.remove((waiter, flight))
+        others = any(other is flight for _, other in self.waiting)
+        if not others and flight not in self.begun:
+            del self.flights[flight.key]
+            assert not self.brain.take_off(flight), "a cancelled flight took off"
+
+    # --- saves --------------------------------------------------------------------------
+
+    @precondition(lambda self: self.clients)
+    @rule(pick=picks, run=runs)
+    def save(self, pick: int, run: list[int]) -> None:
+        client = sorted(self.clients)[pick % len(self.clients)]
+        keys = [KEYS[n] for n in run]
+        known = set(self.resident) | set(self.filling())
+        answer = self.brain.admit(client, keys, NBYTES)
+        assert isinstance(answer, Admission)
+        lacking = [index for index, key in enumerate(keys) if key not in known]
+        granted = [index for index, _ in answer.grants]
+        assert granted == sorted(granted)
+        ours = [index for index in granted if index in lacking]
+        assert ours == lacking[: len(ours)], "the tail of a run is dropped, not its middle"
+        filled = {keys[index]: slot for index, slot in answer.grants}
+        self.settle_evictions(filled, set())
+        for key, slot in filled.items():
+            self.saving[key] = (client, slot)
+        self.take_spills(answer.spills)
+        if answer.dropped:
+            assert self.free() == 0
+            assert not self.may_go()
+        assert len(answer.grants) + answer.rejected + answer.dropped <= len(keys)
+
+    @precondition(lambda self: self.saving)
+    @rule(pick=picks, filled=st.booleans())
+    def end_save(self, pick: int, filled: bool) -> None:
+        key = sorted(self.saving)[pick % len(self.saving)]
+        client, slot = self.saving.pop(key)
+        if not filled:
+            self.brain.abandon(client, [slot])
+            return
+        spills = self.brain.commit(client, [slot])
+        self.publish(key, slot)
+        if self.tiers and self.write.on_evict:
+            self.dirty.add(key)
+        assert len(spills) == (self.tiers if self.write.on_commit else 0)
+        self.take_spills(spills)
+        assert self.brain.match([key], NBYTES) == 1, "acknowledged, and not seen"
+
+    # --- loads --------------------------------------------------------------------------
+
+    @precondition(lambda self: self.clients)
+    @rule(pick=picks, run=runs, places=st.lists(st.integers(-1, 1), min_size=6, max_size=6))
+    def load(self, pick: int, run: list[int], places: list[int]) -> None:
+        client = sorted(self.clients)[pick % len(self.clients)]
+        keys = [KEYS[n] for n in run]
+        sources = [place if 0 <= place < self.tiers else None for place in places[: len(keys)]]
+        here = {key for key in keys if key in self.resident}
+        flying, saving = set(self.flights), set(self.saving)
+        plan = self.brain.lease(client, keys, NBYTES, sources, "ticket")
+        assert isinstance(plan, LoadPlan)
+        new = {flight.key: flight.slot for flight in plan.flights}
+        self.settle_evictions(new, here)
+        for flight in plan.flights:
+            self.flights[flight.key] = flight
+        self.waiting += plan.waiting
+        for index, slot in plan.ready:
+            assert self.bytes[slot] == keys[index], "leased a block that is not the key's"
+            self.leases.append((client, keys[index]))
+        self.take_spills(plan.spills)
+
+        ready = {index for index, _ in plan.ready}
+        waited = {waiter.index for waiter, _ in plan.waiting}
+        assert ready | waited == set(range(plan.cut_at)), "a run with a gap"
+        assert ready == {index for index in range(plan.cut_at) if keys[index] in here}
+        for waiter, flight in plan.waiting:
+            assert flight.key == keys[waiter.index]
+        if plan.cut_at < len(keys):
+            self.explain(keys[plan.cut_at], sources[plan.cut_at], plan, flying, saving, here)
+
+    def explain(
+        self,
+        key: Key,
+        source: int | None,
+        plan: LoadPlan,
+        flying: set[Key],
+        saving: set[Key],
+        here: set[Key],
+    ) -> None:
+        """A run may only be cut for a reason."""
+        assert plan.reason
+        assert key not in here
+        assert key not in flying
+        full = Counter(flight.tier for flight in self.flights.values())
+        if key not in saving and source is not None:
+            kept = {k for k in here if not self.leased(k)}  # given back when the run was cut
+            no_slot = self.free() == 0 and self.may_go() <= kept
+            assert no_slot or full[source] >= self.flights_max
+
+    @precondition(lambda self: self.waiting)
+    @rule(pick=picks)
+    def give_up(self, pick: int) -> None:
+        waiter, flight = self.waiting[pick % len(self.waiting)]
+        self.brain.leave(waiter, flight)
+        self.forget_waiter(waiter, flight)
+
+    @precondition(lambda self: any(client != WORKERS for client, _ in self.leases))
+    @rule(pick=picks)
+    def release(self, pick: int) -> None:
+        mine = [lease for lease in self.leases if lease[0] != WORKERS]
+        client, key = lease = mine[pick % len(mine)]
+        self.brain.release(client, [self.resident[key]])
+        self.leases.remove(lease)
+
+    # --- flights and spills ---------------------------------------------------------------
+
+    @precondition(lambda self: len(self.flights) > len(self.begun))
+    @rule(pick=picks)
+    def take_off(self, pick: int) -> None:
+        grounded = [f for f in self.flights.values() if f not in self.begun]
+        flight = grounded[pick % len(grounded)]
+        assert self.brain.take_off(flight)
+        self.begun.append(flight)
+
+    @precondition(lambda self: self.begun and self.tiers == 2)
+    @rule(pick=picks, tier=st.integers(0, 1))
+    def redirect(self, pick: int, tier: int) -> None:
+        self.brain.redirect(self.begun[pick % len(self.begun)], tier)
+
+    @precondition(lambda self: self.begun)
+    @rule(pick=picks, arrived=st.booleans())
+    def land(self, pick: int, arrived: bool) -> None:
+        flight = self.begun.pop(pick % len(self.begun))
+        del self.flights[flight.key]
+        ours = [waiter for waiter, other in self.waiting if other is flight]
+        self.waiting = [entry for entry in self.waiting if entry[1] is not flight]
+        if not arrived:
+            assert self.brain.fail(flight) == ours
+            return
+        waiters, spills = self.brain.land(flight)
+        assert waiters == ours
+        self.publish(flight.key, flight.slot)
+        self.leases += [(waiter.client, flight.key) for waiter in waiters]
+        self.take_spills(spills)
+        assert all(spill.tier < flight.tier for spill in spills), "written back to its source"
+
+    @precondition(lambda self: self.spills)
+    @rule(pick=picks, outcome=st.sampled_from(Spilled))
+    def end_spill(self, pick: int, outcome: Spilled) -> None:
+        spill = self.spills.pop(pick % len(self.spills))
+        assert self.bytes[spill.slot] == spill.key, "a slot changed under a writer"
+        self.brain.spilled(spill, outcome)
+        self.leases.remove((WORKERS, spill.key))
+        self.dirty.discard(spill.key)
+
+    @rule(limit=st.integers(1, 4))
+    def flush(self, limit: int) -> None:
+        spills = self.brain.spill_dirty(limit)
+        assert {spill.key for spill in spills} <= self.dirty
+        assert len({spill.key for spill in spills}) <= limit
+        self.take_spills(spills)
+
+    @rule()
+    def clear(self) -> None:
+        idle = {key for key in self.resident if not self.leased(key)}
+        assert self.brain.clear() == len(idle)
+        for key in idle:
+            del self.resident[key]
+        self.dirty -= idle
+
+    # --- always -----------------------------------------------------------------------------
+
+    @invariant()
+    def counts_add_up(self) -> None:
+        if not hasattr(self, "brain"):
+            return
+        self.brain.check()
+        stats = self.brain.stats()
+        assert stats["slots_free"] == self.free()
+        assert stats["slots_filling"] == len(self.filling())
+        assert stats["slots_ready"] == len(self.resident)
+        assert stats["slots_leased"] == len({key for _, key in self.leases})
+        assert stats["slots_dirty"] == len(self.dirty)
+        assert stats["flights"] == len(self.flights)
+        total = stats["slots_free"] + stats["slots_filling"] + stats["slots_ready"]
+        assert total == stats["slots"] == self.slots
+
+    @invariant()
+    def what_is_resident_is_seen_and_whole(self) -> None:
+        if not hasattr(self, "brain"):
+            return
+        for key in KEYS:
+            assert bool(self.brain.match([key], NBYTES)) == (key in self.resident)
+        for key, slot in self.resident.items():
+            assert self.bytes[slot] == key
+
+    def teardown(self) -> None:
+        """Everybody goes: every slot comes back."""
+        if not hasattr(self, "brain"):
+            return
+        for client in list(self.clients):
+            self.die(client)
+        for flight in list(self.flights.values()):
+            self.brain.fail(flight)
+        for spill in self.spills:
+            self.brain.spilled(spill, Spilled.FAILED)
+        self.brain.clear()
+        assert self.brain.stats()["slots_free"] == self.slots
+
+
+TestBrainAgainstModel = BrainAgainstModel.TestCase
+TestBrainAgainstModel.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+# --- single rules, each told by an example ------------------------------------------------------
+
+
+def make(slots: int, write: str = "write_through", tiers: int = 0, flights_max: int = 8) -> Brain:
+    brain = Brain(slots, LRU(), write_policy(write), tiers=tiers, flights_max=flights_max)
+    brain.add_client(1)
+    brain.add_client(2)
+    return brain
+
+
+def store(brain: Brain, *numbers: int, client: int = 1) -> list[Spill]:
+    answer = brain.admit(client, [KEYS[n] for n in numbers], NBYTES)
+    assert len(answer.grants) == len(numbers)
+    return answer.spills + brain.commit(client, [slot for _, slot in answer.grants])
+
+
+def resident(brain: Brain) -> set[int]:
+    return {n for n, key in enumerate(KEYS) if brain.match([key], NBYTES)}
+
+
+def lease(brain: Brain, client: int, *numbers: int, tier: int | None = None) -> LoadPlan:
+    keys = [KEYS[n] for n in numbers]
+    return brain.lease(client, keys, NBYTES, [tier] * len(keys), "ticket")
+
+
+def test_release_past_zero_raises() -> None:
+    brain = make(2)
+    store(brain, 0)
+    ((_, slot),) = lease(brain, 1, 0).ready
+    brain.release(1, [slot])
+    with pytest.raises(AssertionError):
+        brain.release(1, [slot])
+
+
+def test_nobody_gives_back_what_another_holds() -> None:
+    brain = make(2)
+    store(brain, 0)
+    ((_, slot),) = lease(brain, 1, 0).ready
+    with pytest.raises(AssertionError):
+        brain.release(2, [slot])
+    ((_, grant),) = brain.admit(1, [KEYS[1]], NBYTES).grants
+    for call in (brain.commit, brain.abandon):
+        with pytest.raises(AssertionError):
+            call(2, [grant])
+
+
+def test_a_slot_is_published_once() -> None:
+    brain = make(2)
+    ((_, slot),) = brain.admit(1, [KEYS[0]], NBYTES).grants
+    brain.commit(1, [slot])
+    with pytest.raises(AssertionError):
+        brain.commit(1, [slot])
+
+
+def test_first_writer_wins() -> None:
+    brain = make(4)
+    first = brain.admit(1, [KEYS[0]], NBYTES)
+    second = brain.admit(2, [KEYS[0]], NBYTES)
+    assert len(first.grants) == 1
+    assert not second.grants
+    assert second.rejected == 1
+    assert not brain.match([KEYS[0]], NBYTES)
+    brain.commit(1, [first.grants[0][1]])
+    assert brain.match([KEYS[0]], NBYTES) == 1
+
+
+def test_the_coldest_goes_first_and_a_prefix_last() -> None:
+    brain = make(4)
+    store(brain, 0, 1, 2, 3)
+    store(brain, 4)
+    assert resident(brain) == {0, 1, 2, 4}
+    for _, slot in lease(brain, 1, 0, 1, 2).ready:
+        brain.release(1, [slot])
+    store(brain, 5)
+    assert resident(brain) == {0, 1, 2, 5}
+    store(brain, 6)
+    assert resident(brain) == {0, 1, 5, 6}
+
+
+def test_loading_a_run_does_not_evict_its_own_blocks() -> None:
+    brain = make(3, tiers=1)
+    for spill in store(brain, 1, 2):
+        brain.spilled(spill, Spilled.WRITTEN)
+    for spill in store(brain, 3):
+        brain.spilled(spill, Spilled.WRITTEN)
+    plan = lease(brain, 1, 0, 1, 2, tier=0)
+    assert plan.cut_at == 3
+    assert [index for index, _ in plan.ready] == [1, 2]
+    assert resident(brain) == {1, 2}
+
+
+def test_one_flight_for_all_who_wait() -> None:
+    brain = make(4, "selective", tiers=1)
+    first = lease(brain, 1, 0, tier=0)
+    second = lease(brain, 2, 0, tier=0)
+    (flight,) = first.flights
+    assert not second.flights
+    assert brain.take_off(flight)
+    waiters, _ = brain.land(flight)
+    assert [waiter.client for waiter in waiters] == [1, 2]
+    brain.release(1, [flight.slot])
+    store(brain, 1, 2, 3)
+    assert brain.admit(1, [KEYS[4]], NBYTES).dropped == 0
+    assert 0 in resident(brain), "evicted under the second lease"
+
+
+def test_loads_in_progress_are_bounded() -> None:
+    brain = make(8, tiers=2, flights_max=2)
+    plan = lease(brain, 1, 0, 1, 2, tier=0)
+    assert plan.cut_at == 2
+    assert "too many" in plan.reason
+    assert lease(brain, 2, 3, tier=1).cut_at == 1
+
+
+def test_a_dead_clients_flight_lands_for_the_next_reader() -> None:
+    brain = make(2, tiers=1)
+    (flight,) = lease(brain, 1, 0, tier=0).flights
+    assert brain.take_off(flight)
+    brain.drop_client(1)
+    assert brain.stats()["slots_free"] == 1, "its slot was given away under the worker"
+    assert brain.land(flight)[0] == []
+    assert resident(brain) == {0}
+
+
+def test_a_dead_clients_grants_come_back_at_once() -> None:
+    brain = make(3)
+    brain.admit(1, [KEYS[0], KEYS[1]], NBYTES)
+    store(brain, 2, client=2)
+    lease(brain, 1, 2)
+    brain.drop_client(1)
+    stats = brain.stats()
+    assert (stats["slots_free"], stats["slots_filling"], stats["slots_leased"]) == (2, 0, 0)
+
+
+def test_selective_writes_at_the_second_hit() -> None:
+    brain = make(4, "selective", tiers=1)
+    assert store(brain, 0) == []
+    assert lease(brain, 1, 0).spills == []
+    (spill,) = lease(brain, 2, 0).spills
+    assert spill.key == KEYS[0]
+    assert lease(brain, 2, 0).spills == []
+    brain.spilled(spill, Spilled.WRITTEN)
+    assert lease(brain, 2, 0).spills == []
+
+
+def test_selective_tries_again_what_was_dropped() -> None:
+    brain = make(4, "selective", tiers=1)
+    store(brain, 0)
+    lease(brain, 1, 0)
+    (spill,) = lease(brain, 1, 0).spills
+    brain.spilled(spill, Spilled.DROPPED)
+    assert len(lease(brain, 1, 0).spills) == 1
+
+
+def test_write_back_evicts_nothing_unwritten_and_writes_ahead() -> None:
+    brain = make(8, "write_back", tiers=1)
+    assert store(brain, 0, 1, 2, 3, 4, 5) == []
+    answer = brain.admit(1, [KEYS[6], KEYS[7], KEYS[8]], NBYTES)
+    assert answer.dropped == 1, "an unwritten block was evicted"
+    (spill,) = answer.spills
+    assert spill.key == KEYS[5], "not the coldest"
+    brain.commit(1, [slot for _, slot in answer.grants])
+    brain.spilled(spill, Spilled.WRITTEN)
+    assert len(brain.admit(1, [KEYS[8]], NBYTES).grants) == 1
+    assert 5 not in resident(brain)
+    assert {0, 1, 2, 3, 4} <= resident(brain)
+
+
+def test_a_block_of_another_size_is_not_handed_out() -> None:
+    brain = make(4)
+    store(brain, 0)
+    assert brain.match([KEYS[0]], NBYTES * 2) == 0
+    assert brain.lease(1, [KEYS[0]], NBYTES * 2, [None], "ticket").cut_at == 0
+
+
+def test_clear_leaves_leased_blocks_alone() -> None:
+    brain = make(4)
+    store(brain, 0, 1)
+    lease(brain, 1, 0)
+    assert brain.clear() == 1
+    assert resident(brain) == {0}
