@@ -194,6 +194,8 @@ class LimitSettings(Section):
     """How long it is left alone before the next try."""
     hello_ms: Milliseconds = Field(default=5000.0, gt=0)
     """How long a new connection may take to say who it is."""
+    transfer_ms: Milliseconds = Field(default=30_000.0, gt=0)
+    """Longest one HTTP block transfer may take."""
     flush_ms: Milliseconds = Field(default=10_000.0, gt=0)
     """Longest the sidecar writes what is queued when it is told to stop."""
 

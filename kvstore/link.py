@@ -24,6 +24,7 @@ from kvstore.protocol import (
     Verb,
     check_number,
     hello,
+    pack,
 )
 
 MAX_OUTBOUND_BYTES: Final = 16 << 20
@@ -162,7 +163,8 @@ def dial(
         slots, slot_bytes, session = _welcome(receiver.read(), path)
         if not fds:
             raise TierUnavailable(f"the sidecar at {path} passed no slab")
-        slab = Slab.attach(fds.pop(), slots, slot_bytes)
+        slab = Slab.attach(fds[0], slots, slot_bytes)
+        fds.clear()  # the slab's from here on
         sock.settimeout(None)
         seconds = int(tick_s)
         micros = max(1, int((tick_s - seconds) * 1e6))
@@ -207,3 +209,24 @@ def check_slots(slots: Sequence[Any], right: int, link: Link) -> None:
     for slot in slots:
         if check_number(slot) >= link.slab.slots:
             raise Malformed(f"slot {slot} of a slab of {link.slab.slots}")
+
+
+def ask_stats(path: str, token: str | None, *, limit_s: float = 10.0) -> dict[str, Any]:
+    """The statistics of the sidecar at `path`, without becoming its client.
+
+    Raises TierUnavailable: nobody answers; ConfigError: refused.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(limit_s)
+            sock.connect(path)
+            sock.sendall(pack(Verb.STATS_ASK, token))
+            message = Receiver(sock).read()
+    except (OSError, Malformed) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TierUnavailable(f"no sidecar at {path}: {reason}") from None
+    if message is not None and message[0] == Verb.STATS and type(message[-1]) is dict:
+        numbers: dict[str, Any] = message[1]
+        return numbers
+    _welcome(message, path)
+    raise TierUnavailable(f"the sidecar at {path} sent no statistics")

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import socket
 import threading
 import time
@@ -41,7 +40,8 @@ from kvstore.protocol import (
 )
 from kvstore.service.auth import Tenants
 from kvstore.service.sockets import await_hang_up, set_timeouts
-from kvstore.store import Session, Store
+from kvstore.session import Session
+from kvstore.store import Store
 from kvstore.verbs import Load, Match, Save, Ticket
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,14 @@ class Connection:
     """One engine on the socket, after its hello."""
 
     def __init__(
-        self, sock: socket.socket, receiver: Receiver, session: Session, about: str, number: int
+        self,
+        sock: socket.socket,
+        receiver: Receiver,
+        session: Session,
+        *,
+        about: str,
+        number: int,
+        verb_s: Histogram,
     ) -> None:
         self.sock = sock
         self.about = about
@@ -105,7 +112,7 @@ class Connection:
         self._live: dict[int, Live] = {}
         self._by_store_id: dict[int, Live] = {}
         self._lock = threading.Lock()
-        self._verb_s = Histogram()
+        self._verb_s = verb_s
         self._pusher = threading.Thread(target=self._push, name=f"push-{number}", daemon=True)
 
     def serve(self) -> None:
@@ -123,7 +130,7 @@ class Connection:
 
     def snapshot(self) -> dict[str, Any]:
         """For statistics."""
-        return {"about": self.about, "tickets": len(self._live), **self._verb_s.snapshot()}
+        return {"about": self.about, "tickets": len(self._live)}
 
     def _read(self) -> None:
         """Handle verbs until the end of the stream, a BYE, or nonsense."""
@@ -236,7 +243,7 @@ class Connection:
 
 
 class HotPath:
-    """The listening socket (`sockets.listen`) at `path`, and its connections.
+    """The listening socket (`sockets.listen`) and its connections.
 
     max_clients: connections at once; more are told to come again.
     hello_s: how long a connection may take to say who it is.
@@ -247,7 +254,6 @@ class HotPath:
         self,
         store: Store,
         listener: socket.socket,
-        path: str,
         *,
         tenants: Tenants,
         max_clients: int,
@@ -255,7 +261,6 @@ class HotPath:
         stats: Callable[[], dict[str, Any]],
     ) -> None:
         self._store = store
-        self._path = path
         self._tenants = tenants
         self._max_clients = max_clients
         self._hello_s = hello_s
@@ -266,6 +271,7 @@ class HotPath:
         self._threads: set[threading.Thread] = set()
         self._stopping = False
         self._counts = {"connections": 0, "refused": 0}
+        self._verb_s = Histogram()
         self._listener = listener
         self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
 
@@ -277,10 +283,10 @@ class HotPath:
         """Clients and their tickets, for statistics."""
         with self._lock:
             clients = {str(n): c.snapshot() for n, c in self._connections.items()}
-        return {**self._counts, "clients": clients}
+        return {**self._counts, "clients": clients, "verb_seconds": self._verb_s.snapshot()}
 
     def stop(self) -> None:
-        """End every connection, give the leases back, remove the socket file.
+        """End every connection and give the leases back.
 
         For the end of the sidecar only: the slab goes with it, so no slot is used again, and what
         a client still copies falls into memory that only that client has.
@@ -293,8 +299,6 @@ class HotPath:
         if self._acceptor.is_alive():
             self._acceptor.join()
         self._listener.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
         for sock in sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -369,7 +373,9 @@ class HotPath:
         set_timeouts(sock, 0.0)
         receiver.max_bytes = MAX_MESSAGE_BYTES
         name = f"{str(about.get('client'))[:MAX_NAME]}, pid {about.get('pid')}, {tenant}"
-        connection = Connection(sock, receiver, session, name, number)
+        connection = Connection(
+            sock, receiver, session, about=name, number=number, verb_s=self._verb_s
+        )
         with self._lock:
             self._connections[number] = connection
             self._counts["connections"] += 1

@@ -1,0 +1,103 @@
+"""`kvstore stats`: what a running sidecar holds and has done."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command()
+    def stats(
+        socket: Annotated[str | None, typer.Option(help="The sidecar's Unix socket.")] = None,
+        url: Annotated[str | None, typer.Option(help="Its HTTP side, http://host:port.")] = None,
+        token: Annotated[str | None, typer.Option(help="A token, where it asks for one.")] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    ) -> None:
+        """Show a sidecar's occupancy and counters."""
+        import json
+
+        from kvstore.config import Settings
+        from kvstore.errors import ConfigError
+
+        if socket and url:
+            raise ConfigError("give --socket or --url, not both")
+        if url:
+            numbers = _ask_http(url, token)
+        else:
+            from kvstore.link import ask_stats
+
+            numbers = ask_stats(socket or Settings.load().server.socket, token)
+        if as_json:
+            print(json.dumps(numbers))
+        else:
+            _show(numbers)
+
+
+def _ask_http(url: str, token: str | None) -> dict[str, Any]:
+    import json
+    import urllib.error
+    import urllib.request
+
+    from kvstore.errors import ConfigError, TierUnavailable
+
+    limit_s = 10.0
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url!r} is no URL of a sidecar; http://127.0.0.1:8100 is right")
+    request = urllib.request.Request(url.rstrip("/") + "/v1/stats")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=limit_s) as response:
+            numbers: dict[str, Any] = json.load(response)
+            return numbers
+    except urllib.error.HTTPError as error:
+        raise TierUnavailable(f"{url} answers {error.code}: {error.reason}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise TierUnavailable(f"no sidecar at {url}: {reason}") from None
+
+
+def _show(numbers: dict[str, Any]) -> None:
+    """A table for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvstore.units import format_bytes
+
+    l2 = numbers["l2"]
+    table = Table("tier", "holds", "of", "blocks", "hits", "evicted", "queued", "faults")
+    slot_bytes = l2["slot_bytes"]
+    table.add_row(
+        "l2",
+        format_bytes(l2["slots_ready"] * slot_bytes),
+        format_bytes(l2["slots"] * slot_bytes),
+        str(l2["slots_ready"]),
+        str(numbers["hits"]["l2"]),
+        str(l2["evictions"]),
+        "",
+        "",
+    )
+    for name, tier in numbers["tiers"].items():
+        table.add_row(
+            name,
+            format_bytes(int(tier.get("bytes_used", 0))),
+            format_bytes(int(tier.get("bytes_capacity", 0))),
+            str(tier.get("blocks", "")),
+            str(numbers["hits"][name]),
+            str(tier.get("evictions", "")),
+            str(tier["queued_writes"]),
+            str(tier["faults"] + tier["checksum_failures"]),
+        )
+    console = Console()
+    console.print(table)
+    clients = numbers.get("service", {}).get("clients", {})
+    console.print(
+        f"{l2['slots_free']} slots free, {l2['slots_filling']} filling, "
+        f"{l2['slots_leased']} leased; {len(clients)} clients"
+    )
+    for number, client in clients.items():
+        console.print(f"  client {number}: {client['about']}, {client['tickets']} tickets")

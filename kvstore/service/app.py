@@ -1,0 +1,345 @@
+"""The sidecar's HTTP side: health, metrics, statistics, and blocks for who cannot map the slab.
+
+Blocks travel as frames (`frame.py`), streamed into and out of a few aligned buffers made at start;
+a request that finds none free is told 503. A frame is verified before anybody can see it, and its
+tenant must be the one the bearer token names.
+
+    GET  /healthz, /readyz, /metrics
+    GET  /v1/stats
+    POST /v1/contains                  {"namespace": digest, "hashes": [hex, ...]}
+    GET  /v1/blocks/{namespace}/{hash} a frame
+    PUT  /v1/blocks/{namespace}/{hash} a frame
+    POST /v1/flush, /v1/clear?tier=l2|<tier>|all
+
+Every error is `{"error": "one line"}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import Receive, Scope, Send
+
+from kvstore.blocks import Key
+from kvstore.errors import (
+    ConfigError,
+    FrameInvalid,
+    NamespaceMismatch,
+    StoreClosed,
+    TierFull,
+    TierUnavailable,
+)
+from kvstore.frame import HEADER_BYTES, MAX_HASH_BYTES, aligned_buffer, padded
+from kvstore.protocol import MAX_HASHES
+from kvstore.service.auth import Tenants, Unauthorised
+from kvstore.service.exposition import StoreCollector
+from kvstore.store import Store
+
+MAX_BODY_BYTES: Final = 16 << 20
+"""Bound on the JSON of a request: 65,536 hashes of 64 bytes in hex, and some."""
+SEND_BYTES: Final = 256 << 10
+"""Bytes handed to the server at a time: a copy each, so that the buffer is ours again when the
+last one is out, whatever the transport still holds."""
+
+_HEX = re.compile(r"(?:[0-9a-f]{2})+")
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_STATUS: Final = {
+    Unauthorised: 401,
+    NamespaceMismatch: 409,
+    FrameInvalid: 400,
+    ConfigError: 400,
+    TierFull: 507,
+    TierUnavailable: 503,
+    StoreClosed: 503,
+}
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Transfers:
+    """The buffers of frames under way: `count` of them, each a header page and a payload."""
+
+    def __init__(self, count: int, payload_bytes: int) -> None:
+        self._free = [aligned_buffer(HEADER_BYTES + padded(payload_bytes)) for _ in range(count)]
+        self.count = count
+        self.refused = 0
+
+    @property
+    def taken(self) -> int:
+        """Buffers in use."""
+        return self.count - len(self._free)
+
+    def take(self) -> memoryview:
+        """A buffer; 503 when all are in use."""
+        if not self._free:
+            self.refused += 1
+            raise HTTPException(
+                503, f"{self.count} transfers are under way already", headers={"Retry-After": "1"}
+            )
+        return self._free.pop()
+
+    def give(self, buffer: memoryview) -> None:
+        """Hand a buffer back."""
+        assert len(self._free) < self.count, "a buffer given back twice"
+        self._free.append(buffer)
+
+
+class FrameResponse(Response):
+    """Streams the first `nbytes` of a buffer, and gives the buffer back however that ends."""
+
+    def __init__(
+        self, buffer: memoryview, nbytes: int, transfers: Transfers, limit_s: float
+    ) -> None:
+        super().__init__(
+            media_type="application/octet-stream", headers={"content-length": str(nbytes)}
+        )
+        self._buffer = buffer
+        self._nbytes = nbytes
+        self._transfers = transfers
+        self._limit_s = limit_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await asyncio.wait_for(self._stream(send), self._limit_s)
+        except (TimeoutError, asyncio.TimeoutError):
+            log.warning("a reader took more than %g s for one block; cut off", self._limit_s)
+        finally:
+            self._transfers.give(self._buffer)
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for start in range(0, self._nbytes, SEND_BYTES):
+            end = min(start + SEND_BYTES, self._nbytes)
+            part = bytes(self._buffer[start:end])
+            await send(
+                {"type": "http.response.body", "body": part, "more_body": end < self._nbytes}
+            )
+
+
+@dataclass
+class Service:
+    """What the routes stand on.
+
+    stats: everything `/v1/stats` shows. ready: whether the sidecar serves (readiness).
+    transfer_s: bound on one block's way in or out.
+    """
+
+    store: Store
+    tenants: Tenants
+    stats: Callable[[], dict[str, Any]]
+    ready: Callable[[], bool]
+    max_transfers: int
+    transfer_s: float
+    flush_s: float
+
+    def __post_init__(self) -> None:
+        self.transfers = Transfers(self.max_transfers, self.store.payload_bytes)
+        # One thread more than there are transfers, so that flush and clear find one.
+        self.threads = ThreadPoolExecutor(self.max_transfers + 1, thread_name_prefix="http")
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a blocking call of the store beside the loop."""
+        running = asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            # The request is over, the call is not: its buffers stay its own until it is.
+            await asyncio.wait([running])
+            raise
+
+    def snapshot(self) -> dict[str, int]:
+        """For statistics."""
+        return {"transfers": self.transfers.taken, "transfers_refused": self.transfers.refused}
+
+    def tenant(self, request: Request) -> str:
+        """The tenant that the request's bearer token names."""
+        return self.tenants.of(bearer(request))
+
+    async def receive(self, request: Request, buffer: memoryview) -> int:
+        """Stream a request's body into `buffer`; its length. 413 as soon as it is too much."""
+        announced = request.headers.get("content-length", "0")
+        if announced.isdigit() and int(announced) > len(buffer):
+            raise HTTPException(413, f"a frame here has at most {len(buffer)} bytes")
+        end = 0
+        async for part in request.stream():
+            start, end = end, end + len(part)
+            if end > len(buffer):
+                raise HTTPException(413, f"a frame here has at most {len(buffer)} bytes")
+            buffer[start:end] = part
+        return end
+
+
+def bearer(request: Request) -> str | None:
+    """The token of `Authorization: Bearer ...`, or None."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+def build_app(service: Service) -> FastAPI:
+    """The application over one store."""
+    app = FastAPI(title="kvstore sidecar", docs_url=None, redoc_url=None)
+    _add_errors(app)
+    _add_health(app, service)
+    _add_blocks(app, service)
+    _add_admin(app, service)
+    return app
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    registry = CollectorRegistry()
+    registry.register(StoreCollector(service.stats))
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/readyz")
+    async def readyz() -> JSONResponse:
+        ready = service.ready()
+        status = "ready" if ready else "not ready"
+        return JSONResponse({"status": status}, 200 if ready else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/stats")
+    async def stats(request: Request) -> dict[str, Any]:
+        service.tenant(request)
+        return service.stats()
+
+
+def _add_blocks(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/contains")
+    async def contains(request: Request) -> dict[str, list[Any]]:
+        tenant = service.tenant(request)
+        namespace, hashes = _contains_body(await _small_body(request))
+        keys = [Key(tenant, namespace, hash_) for hash_ in hashes]
+        found = await service.call(service.store.contains, keys)
+        return {"contains": [bool(tier) for tier in found], "tiers": found}
+
+    @app.get("/v1/blocks/{namespace}/{hash_hex}")
+    async def get_block(namespace: str, hash_hex: str, request: Request) -> Response:
+        key = _key(service.tenant(request), namespace, hash_hex)
+        buffer = service.transfers.take()
+        try:
+            header, payload = buffer[:HEADER_BYTES], buffer[HEADER_BYTES:]
+            nbytes = await service.call(service.store.read_frame, key, header, payload)
+            if not nbytes:
+                raise HTTPException(404, "no such block")
+            response = FrameResponse(
+                buffer, HEADER_BYTES + nbytes, service.transfers, service.transfer_s
+            )
+        except BaseException:
+            service.transfers.give(buffer)
+            raise
+        return response
+
+    @app.put("/v1/blocks/{namespace}/{hash_hex}", status_code=204)
+    async def put_block(namespace: str, hash_hex: str, request: Request) -> Response:
+        key = _key(service.tenant(request), namespace, hash_hex)
+        buffer = service.transfers.take()
+        try:
+            nbytes = await asyncio.wait_for(service.receive(request, buffer), service.transfer_s)
+            if nbytes <= HEADER_BYTES:
+                raise HTTPException(400, f"a frame of {nbytes} bytes has no payload")
+            header, payload = buffer[:HEADER_BYTES], buffer[HEADER_BYTES:nbytes]
+            await service.call(service.store.write_frame, key, header, payload)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise HTTPException(
+                408, f"the frame was not here within {service.transfer_s:g} s"
+            ) from None
+        finally:
+            service.transfers.give(buffer)
+        return Response(status_code=204)
+
+
+def _add_admin(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/flush")
+    async def flush(request: Request) -> dict[str, bool]:
+        service.tenants.check_admin(bearer(request))
+        return {"flushed": await service.call(service.store.flush, service.flush_s)}
+
+    @app.post("/v1/clear")
+    async def clear(tier: str, request: Request) -> dict[str, str]:
+        service.tenants.check_admin(bearer(request))
+        await service.call(service.store.clear, tier)
+        return {"cleared": tier}
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Every way a request can fail is one line of JSON."""
+
+    async def by_status(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, StarletteHTTPException)
+        return _error(error.status_code, str(error.detail), dict(error.headers or {}))
+
+    async def by_validation(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        return _error(422, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")
+
+    async def by_fault(request: Request, error: Exception) -> JSONResponse:
+        status = next(code for kind, code in _STATUS.items() if isinstance(error, kind))
+        return _error(status, str(error))
+
+    async def by_mistake(request: Request, error: Exception) -> JSONResponse:
+        return _error(500, f"{type(error).__name__} inside the sidecar; its log says more")
+
+    app.add_exception_handler(StarletteHTTPException, by_status)
+    app.add_exception_handler(RequestValidationError, by_validation)
+    for kind in _STATUS:
+        app.add_exception_handler(kind, by_fault)
+    app.add_exception_handler(Exception, by_mistake)
+
+
+def _error(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"error": " ".join(text.split())}, status, headers)
+
+
+def _key(tenant: str, namespace: str, hash_hex: str) -> Key:
+    """The key a path names, or 422."""
+    if not _NAMESPACE.fullmatch(namespace):
+        raise HTTPException(422, "namespace must be a digest of 32 hex digits")
+    if not _HEX.fullmatch(hash_hex) or len(hash_hex) > 2 * MAX_HASH_BYTES:
+        raise HTTPException(422, f"hash must be 1 to {MAX_HASH_BYTES} bytes in lower-case hex")
+    return Key(tenant, namespace, bytes.fromhex(hash_hex))
+
+
+async def _small_body(request: Request) -> Any:
+    """A JSON body, read up to a bound."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"a request here has at most {MAX_BODY_BYTES} bytes")
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise HTTPException(400, "the body is not JSON") from None
+
+
+def _contains_body(body: Any) -> tuple[str, list[bytes]]:
+    """(namespace, hashes) of a contains request, or 422."""
+    right = isinstance(body, dict) and set(body) == {"namespace", "hashes"}
+    if not right or not isinstance(body["hashes"], list) or len(body["hashes"]) > MAX_HASHES:
+        raise HTTPException(
+            422, f'the body is {{"namespace": hex, "hashes": [hex, ...]}}, at most {MAX_HASHES}'
+        )
+    keys = [_key("", str(body["namespace"]), str(item)) for item in body["hashes"]]
+    return str(body["namespace"]), [key.hash for key in keys]

@@ -1,0 +1,200 @@
+"""The composition root: a store out of the configuration, and the two ways to get one.
+
+`open` runs a store inside this process; `connect` joins the one of the node's sidecar. Both give
+the same verbs (`verbs.BlockStore`; of a store, `Store.session`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvstore import codecs, tiers
+from kvstore.blocks import DTYPE_BYTES, Namespace
+from kvstore.client import REPLY_LIMIT_S, Client
+from kvstore.config import LimitSettings, Settings, TierSettings, nearest, validated
+from kvstore.errors import ConfigError
+from kvstore.hashing import check_algorithm
+from kvstore.leases import Slab
+from kvstore.store import Store
+from kvstore.tiers.base import Tier
+from kvstore.tiers.policies.eviction import eviction_policy
+from kvstore.tiers.policies.prefetch import PrefetchPolicy, prefetch_policy
+from kvstore.tiers.policies.write import WritePolicy, write_policy
+from kvstore.units import format_bytes
+
+
+def open(
+    l2: str | int = "1GiB",
+    slot: str | int = "2MiB",
+    *,
+    disk: str | Path | None = None,
+    disk_capacity: str | int = "10GiB",
+    write: str = "write_through",
+    eviction: str = "lru",
+    codec: str = "auto",
+    tiers: tuple[Mapping[str, Any], ...] = (),
+    config: str | Path | None = None,
+) -> Store:
+    """A store inside this process, with no server: close it when done.
+
+    l2: size of the slab; slot: size of its slots, at least one block. disk: a folder for the disk
+    tier, which keeps at most disk_capacity and outlives the process. tiers: more tiers, as tables
+    of the configuration. config: a TOML file that the other arguments are laid over; the
+    environment is not read.
+
+    Raises ConfigError: a wrong value, in one line.
+    """
+    lower = [dict(table) for table in tiers]
+    if disk is not None:
+        lower.insert(0, disk_table(disk, disk_capacity, codec))
+    overrides: dict[str, Any] = {
+        "l2": {"bytes": l2, "slot_bytes": slot, "eviction": eviction},
+        "write": {"policy": write},
+    }
+    if lower or config is None:
+        overrides["tiers"] = lower
+    return build_store(Settings.load(config, overrides, environment=False))
+
+
+def connect(
+    socket_path: str,
+    namespace: Namespace,
+    token: str | None = None,
+    *,
+    name: str = "",
+    reply_limit_s: float = REPLY_LIMIT_S,
+    wait_ready_s: float = 0.0,
+) -> Client:
+    """A client of the sidecar at `socket_path`; see `client.Client`.
+
+    Raises ConfigError: the sidecar refuses it (slot size, token, version).
+    """
+    return Client(
+        socket_path,
+        namespace,
+        token=token,
+        name=name,
+        reply_limit_s=reply_limit_s,
+        wait_ready_s=wait_ready_s,
+    )
+
+
+def disk_table(directory: str | Path, capacity: str | int, codec: str) -> dict[str, Any]:
+    """The configuration's table of a disk tier."""
+    return {"kind": "disk", "directory": str(directory), "capacity": capacity, "codec": codec}
+
+
+def build_store(settings: Settings) -> Store:
+    """The store that the configuration describes. The cheap checks come first, the slab last.
+
+    Raises ConfigError: a name that is none, or a part that cannot be had (memory, a folder).
+    """
+    check(settings)
+    with ExitStack() as undo:
+        lower: list[Tier] = []
+        for index, tier_settings in enumerate(settings.tiers):
+            tier = open_tier(tier_settings, f"tiers.{index}")
+            undo.callback(tier.close)
+            lower.append(_guarded(tier, settings.limits))
+        slab = Slab.create(
+            settings.l2.bytes // settings.l2.slot_bytes,
+            settings.l2.slot_bytes,
+            directory=settings.l2.directory or None,
+            huge_pages=settings.l2.huge_pages,
+        )
+        undo.callback(slab.close)
+        store = Store(
+            slab,
+            lower,
+            write_policy=_write_policy(settings),
+            eviction=settings.l2.eviction,
+            codecs={tier.label: tier.codec for tier in settings.tiers},
+            queue_blocks=settings.limits.queue_blocks,
+        )
+        undo.pop_all()
+    return store
+
+
+def check(settings: Settings) -> None:
+    """Refuse unknown names, and sizes that cannot be, before anything is made."""
+    if settings.l2.bytes < settings.l2.slot_bytes:
+        raise ConfigError(
+            f"l2.bytes = {format_bytes(settings.l2.bytes)} holds no slot of "
+            f"{format_bytes(settings.l2.slot_bytes)}; raise it (--l2) or lower l2.slot_bytes "
+            "(--slot)"
+        )
+    eviction_policy(settings.l2.eviction)
+    _write_policy(settings)
+    build_prefetch_policy(settings)
+    check_algorithm(settings.hash.algorithm)
+    for tier in settings.tiers:
+        for dtype in DTYPE_BYTES:
+            codecs.codec_for(tier.codec, dtype)
+        _tier_module(tier.kind)
+
+
+def build_prefetch_policy(settings: Settings) -> PrefetchPolicy:
+    """The prefetch policy of the configuration, for a connector."""
+    prefetch = settings.prefetch
+    return prefetch_policy(
+        prefetch.policy,
+        base_ms=prefetch.base_ms,
+        per_ki_token_ms=prefetch.per_ki_token_ms,
+        cap_ms=prefetch.cap_ms,
+    )
+
+
+def open_tier(settings: TierSettings, where: str = "tier") -> Tier:
+    """One tier by its kind; `where` is its place in the configuration, for messages."""
+    module = _tier_module(settings.kind)
+    values = {"name": settings.label, **(settings.model_extra or {})}
+    tier: Tier = module.open(validated(module.Config, values, where))
+    return tier
+
+
+def _guarded(tier: Tier, limits: LimitSettings) -> Tier:
+    return tier
+
+
+def _write_policy(settings: Settings) -> WritePolicy:
+    return write_policy(settings.write.policy, selective_hits=settings.write.selective_hits)
+
+
+def _tier_module(kind: str) -> ModuleType:
+    """The module of a kind: ours by its name, somebody else's by its dotted path."""
+    name = kind if "." in kind else f"{tiers.__name__}.{kind}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"tier kind {kind!r} needs the module {error.name!r}, which is not installed"
+            ) from None
+        raise ConfigError(f"unknown tier kind {kind!r}; {nearest(kind, _tier_kinds())}") from None
+    if not _is_tier(module):
+        raise ConfigError(
+            f"tier kind {kind!r} offers no Config and open; {nearest(kind, _tier_kinds())}"
+        )
+    return module
+
+
+def _tier_kinds() -> list[str]:
+    """Our kinds of tier. Imports each module of the folder, so it is for error messages only."""
+    kinds = []
+    for info in pkgutil.iter_modules(tiers.__path__):
+        try:
+            if _is_tier(importlib.import_module(f"{tiers.__name__}.{info.name}")):
+                kinds.append(info.name)
+        except ModuleNotFoundError:
+            kinds.append(info.name)  # ours, but the library it stands on is not installed
+    return kinds
+
+
+def _is_tier(module: ModuleType) -> bool:
+    return hasattr(module, "Config") and callable(getattr(module, "open", None))
