@@ -188,7 +188,7 @@ def _welcome(message: list[Any] | None, path: str) -> tuple[int, int, int]:
         raise TierUnavailable(f"the sidecar at {path} hung up at hello")
     if message[0] == Verb.REFUSED and len(message) == 3:
         if message[2]:
-            raise TierUnavailable(f"the sidecar at {path} refused for now: {message[1]}")
+            raise TierUnavailable(f"the sidecar at {path} is busy: {message[1]}")
         raise ConfigError(f"the sidecar at {path} refused: {message[1]}")
     if message[0] != Verb.WELCOME or len(message) != 2 or type(message[1]) is not dict:
         raise Malformed("no welcome")

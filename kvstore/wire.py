@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from kvstore import codecs, tiers
 from kvstore.blocks import DTYPE_BYTES, Namespace
@@ -23,10 +23,14 @@ from kvstore.hashing import check_algorithm
 from kvstore.leases import Slab
 from kvstore.store import Store
 from kvstore.tiers.base import Tier
+from kvstore.tiers.limits import Breaker, Deadline
 from kvstore.tiers.policies.eviction import eviction_policy
 from kvstore.tiers.policies.prefetch import PrefetchPolicy, prefetch_policy
 from kvstore.tiers.policies.write import WritePolicy, write_policy
 from kvstore.units import format_bytes
+
+DISK_CAPACITY: Final = "10GiB"
+"""Bytes a disk tier keeps where nothing else is said."""
 
 
 def open(
@@ -34,7 +38,7 @@ def open(
     slot: str | int = "2MiB",
     *,
     disk: str | Path | None = None,
-    disk_capacity: str | int = "10GiB",
+    disk_capacity: str | int = DISK_CAPACITY,
     write: str = "write_through",
     eviction: str = "lru",
     codec: str = "auto",
@@ -159,7 +163,12 @@ def open_tier(settings: TierSettings, where: str = "tier") -> Tier:
 
 
 def _guarded(tier: Tier, limits: LimitSettings) -> Tier:
-    return tier
+    """The tier with the wrappers that keep its faults short: a deadline inside a breaker."""
+    return Breaker(
+        Deadline(tier, limits.tier_deadline_ms / 1e3),
+        failures=limits.breaker_failures,
+        reset_s=limits.breaker_reset_ms / 1e3,
+    )
 
 
 def _write_policy(settings: Settings) -> WritePolicy:

@@ -44,6 +44,7 @@ def register(app: typer.Typer) -> None:
         from kvstore.config import Settings
         from kvstore.errors import ConfigError
         from kvstore.service.serve import serve as run
+        from kvstore.wire import DISK_CAPACITY, disk_table
 
         if verbose:
             logging.getLogger("kvstore").setLevel(logging.INFO)
@@ -55,8 +56,8 @@ def register(app: typer.Typer) -> None:
             write=_given(policy=write_policy),
         )
         if disk is not None:
-            table = _given(directory=disk, capacity=disk_capacity, codec=codec)
-            overrides["tiers"] = [{"kind": "disk", **table}]
+            capacity, codec = disk_capacity or DISK_CAPACITY, codec or "auto"
+            overrides["tiers"] = [disk_table(disk, capacity, codec)]
         run(Settings.load(config, overrides), announce=lambda line: print(line, flush=True))
 
 

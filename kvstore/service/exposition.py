@@ -1,12 +1,12 @@
 """The sidecar's numbers as Prometheus metrics: a collector over the statistics, no second count.
 
-Names: `kvstore_` first, the unit last, `_total` for counters. What the statistics do not have (a
-tier without a breaker, say) is left out.
+Names: `kvstore_` first, the unit last, `_total` for counters. What the statistics do not have is
+left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from prometheus_client.core import (
@@ -107,12 +107,14 @@ TIER_METRICS: Final = (
         {"": "checksum_failures"},
     ),
     (
-        "kvstore_tier_breaker_open",
+        "kvstore_tier_up",
         GAUGE,
-        "1 while the tier is left alone after failures in a row.",
+        "0 while the breaker leaves the tier alone.",
         "",
-        {"": "breaker_open"},
+        {"": "up"},
     ),
+    ("kvstore_tier_breaker_opened", COUNTER, "Times it went down.", "", {"": "breaker_opened"}),
+    ("kvstore_tier_late", COUNTER, "Calls that ended past their deadline.", "", {"": "late"}),
 )
 
 SERVICE_METRICS: Final = (
@@ -148,7 +150,10 @@ class StoreCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         yield from _families(L2_METRICS, [({}, stats["l2"])])
-        tiers = [({"tier": name}, tier) for name, tier in stats["tiers"].items()]
+        tiers = [
+            ({"tier": name}, {**tier, "up": int(tier.get("state", "up") == "up")})
+            for name, tier in stats["tiers"].items()
+        ]
         yield from _families(TIER_METRICS, tiers)
         hits = CounterMetricFamily(
             "kvstore_hit_blocks", "Blocks served, by the tier they came from.", labels=["tier"]
@@ -165,7 +170,7 @@ class StoreCollector(Collector):
             yield from _families(HTTP_METRICS, [({}, stats["http"])])
 
 
-def _families(table: Any, sources: list[tuple[dict[str, str], Stats]]) -> Iterator[Metric]:
+def _families(table: Any, sources: Sequence[tuple[Stats, Stats]]) -> Iterator[Metric]:
     """One family per row of a table, with a sample for each source that has the number."""
     for name, kind, text, label, members in table:
         family_type = CounterMetricFamily if kind == COUNTER else GaugeMetricFamily
