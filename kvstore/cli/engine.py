@@ -175,12 +175,12 @@ def _join(
         from kvstore.engine.hooks import NoHooks
 
         return None, NoHooks(block_tokens)
-    from kvstore.client import Client
     from kvstore.connectors.reference import ReferenceHooks
     from kvstore.tiers.policies.prefetch import prefetch_policy
+    from kvstore.wire import connect
 
     policy = prefetch_policy(joining.policy, cap_ms=joining.deadline_ms)
-    client = Client(
+    client = connect(
         joining.socket,
         loaded.namespace(block_tokens),
         token=joining.token or None,
