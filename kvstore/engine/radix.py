@@ -9,9 +9,9 @@ hold it (stored), or both. Of every node on the device all ancestors are on the 
 stored token all tokens before it are stored. A node that loses its pages stays in the tree as
 *stored-only* while a lower tier is believed to hold it.
 
-Recency has no clock and no heap: the order is a list. Whatever touches a path (match, insert,
-unlock) moves its nodes to the young end, deepest first, so a parent is always younger than its
-children; the old end of the list is therefore always a leaf, and the least recent one.
+Recency has no clock and no heap: the order is a list (`radix_recency`). Whatever touches a path
+(match, insert, unlock) moves its nodes to the young end, deepest first, so a parent is always
+younger than its children; the old end is therefore always a leaf, and the least recent one.
 
 A node handed out by `match` or `insert` is good until the next call that changes the tree: lock
 it first. A locked node stays, keeps its pages, and goes on meaning the same tokens through splits.
@@ -19,53 +19,32 @@ it first. A locked node stays, keeps its pages, and goes on meaning the same tok
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.engine.pages import PageIds, PagePool
 from kvstore.engine.radix_node import (
+    NO_PAGES,
     PAGE_ID_BYTES,
     TOKEN_BYTES,
     Node,
     Root,
     common_bytes,
     ids_of,
-    join,
+)
+from kvstore.engine.radix_recency import Recency
+from kvstore.engine.radix_result import (
+    NO_ROOT,
+    Insert,
+    RadixMatch,
+    RootName,
+    TokenIds,
+    raw_ids,
 )
 
-MAX_STORED_TOKENS = 64 * 1024 * 1024
-"""Default bound on stored-only tokens: 4 bytes each and about 500 a node, so under 1 GiB."""
+__all__ = ["MAX_STORED_TOKENS", "NO_ROOT", "Insert", "RadixCache", "RadixMatch", "RootName"]
 
-RootName = tuple[str, str]
-NO_ROOT: RootName = ("", "")
-TokenIds = NDArray[np.int32]
-
-
-class RadixMatch(NamedTuple):
-    """What the tree holds of a prompt.
-
-    node: ends exactly at `tokens`; what to lock. A root when nothing matched.
-    tokens: leading tokens whose KV is on the device, whole pages.
-    pages: their page ids in token order, int32; the caller's own array.
-    stored_tokens: at least `tokens`; up to here a lower tier is believed to hold the rest.
-    """
-
-    node: Node
-    tokens: int
-    pages: PageIds
-    stored_tokens: int
-
-
-class Insert(NamedTuple):
-    """node: ends exactly at the last token inserted. matched_tokens: the first so many were on the
-    device already, in the tree's own pages; the pages given for them were not adopted."""
-
-    node: Node
-    matched_tokens: int
+MAX_STORED_TOKENS = 16 * 1024 * 1024
+"""Default bound on stored-only tokens. They take 4 bytes each, and about 500 a node."""
 
 
 class RadixCache:
@@ -84,9 +63,9 @@ class RadixCache:
         self.max_stored_tokens = max_stored_tokens
         self._key_bytes = page_tokens * TOKEN_BYTES
         self._roots: dict[RootName, Root] = {}
-        # Oldest first. Every unlocked node on the device is in the first; a locked one may be.
-        self._device_order: OrderedDict[Node, None] = OrderedDict()
-        self._stored_order: OrderedDict[Node, None] = OrderedDict()
+        # Every unlocked node on the device is in the first; a locked one may be.
+        self._device_order = Recency()
+        self._stored_order = Recency()
         self._device_pages = 0
         self._locked_pages = 0
         self._stored_only_bytes = 0
@@ -116,10 +95,10 @@ class RadixCache:
 
         Splits the node on the device in which the match ends. Touches the path.
         """
-        data = _raw(tokens)
+        data = raw_ids(tokens)
         top = self._roots.get(root)
         if top is None:
-            return RadixMatch(Root(root), 0, np.empty(0, np.int32), 0)
+            return RadixMatch(Root(root), 0, [], 0)
         key_bytes = self._key_bytes
         path: list[Node] = []
         children = top.children
@@ -136,13 +115,12 @@ class RadixCache:
             at += common
             break
         self._touch(path)
-        stored_tokens = at // TOKEN_BYTES
-        while path and path[-1].pages is None:
-            path.pop()
-        raw = join([node.pages for node in path])
-        node = path[-1] if path else top
-        device_tokens = len(raw) // PAGE_ID_BYTES * self.page_tokens
-        return RadixMatch(node, device_tokens, ids_of(raw), stored_tokens)
+        stored_tokens = tokens_here = at // TOKEN_BYTES
+        if path and path[-1].pages is None:
+            path = [node for node in path if node.pages is not None]
+            tokens_here = sum(node.tokens for node in path)
+        parts = [node.pages or NO_PAGES for node in path]
+        return RadixMatch(path[-1] if path else top, tokens_here, parts, stored_tokens)
 
     # ---- what comes in ----
 
@@ -152,7 +130,7 @@ class RadixCache:
         The tree takes a reference on each page it adopts, and none where it has its own page for
         these tokens already. A stored-only node gets the pages. Touches the path.
         """
-        data, ids, key_bytes = _raw(tokens), _raw(pages), self._key_bytes
+        data, ids, key_bytes = raw_ids(tokens), raw_ids(pages), self._key_bytes
         assert len(data) % key_bytes == 0, f"{len(tokens)} tokens are not whole pages"
         assert len(ids) * self.page_tokens == len(data), f"{len(pages)} pages, {len(tokens)} tokens"
         top = self._roots.get(root) or Root(root)
@@ -188,7 +166,7 @@ class RadixCache:
         Marks what of them is in the tree, adds nothing, touches nothing.
         """
         whole = tokens_stored // self.page_tokens * self._key_bytes
-        for node, _start, common in self._walk(_raw(tokens)[:whole], root):
+        for node, _start, common in self._walk(raw_ids(tokens)[:whole], root):
             node.stored_bytes = max(node.stored_bytes, common)
 
     def forget_stored(self, tokens: TokenIds, root: RootName, from_token: int) -> None:
@@ -198,7 +176,7 @@ class RadixCache:
         there leave the tree. Says nothing where `tokens` do not reach, or are not in the tree.
         """
         cut = from_token // self.page_tokens * self._key_bytes
-        for node, start, common in self._walk(_raw(tokens), root):
+        for node, start, common in self._walk(raw_ids(tokens), root):
             if start + common > cut:
                 self._forget(node, cut - start)
                 return
@@ -232,10 +210,11 @@ class RadixCache:
             if above.locks or above.parent is None:
                 break
             self._locked_pages -= len(above.pages or b"") // PAGE_ID_BYTES
-            self._device_order[above] = None
-            self._device_order.move_to_end(above)
+            if above not in self._device_order:
+                self._device_order.add(above)
             unlocked.append(above)
             above = above.parent
+        self._device_order.touch(unlocked[::-1])
         self._merge(unlocked)
 
     # ---- what goes out ----
@@ -297,11 +276,14 @@ class RadixCache:
 
         A locked one moves when it is unlocked.
         """
-        for node in reversed(path):
-            if node.pages is None:
-                self._stored_order.move_to_end(node)
-            elif not node.locks:
-                self._device_order.move_to_end(node)
+        locked = 0
+        if path and path[-1].pages is None:
+            here = [node for node in path if node.pages is not None]
+            self._stored_order.touch(path[len(here) :])
+            path = here
+        while locked < len(path) and path[locked].locks:
+            locked += 1
+        self._device_order.touch(path[locked:] if locked else path)
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node`'s edge after `at` bytes and return the new upper part.
@@ -311,18 +293,18 @@ class RadixCache:
         """
         upper = node.split(at, self._key_bytes)
         if upper.pages is None:
-            self._stored_order[upper] = None
+            self._stored_order.add(upper)
         elif not upper.locks:
-            self._device_order[upper] = None
+            self._device_order.add(upper)
         return upper
 
     def _adopt(self, node: Node, ids: bytes) -> None:
         """Give pages to a node that has none: one new here, or stored-only until now."""
         if node.stored_bytes:
-            del self._stored_order[node]
+            self._stored_order.remove(node)
             self._stored_only_bytes -= len(node.edge)
         node.pages = ids
-        self._device_order[node] = None
+        self._device_order.add(node)
         self._device_pages += len(ids) // PAGE_ID_BYTES
 
     def _merge(self, unlocked: list[Node]) -> None:
@@ -333,7 +315,7 @@ class RadixCache:
                 continue
             if end - first > 1:
                 for gone in unlocked[first + 1 : end]:
-                    del self._device_order[gone]
+                    self._device_order.remove(gone)
                 unlocked[first].absorb(unlocked[first + 1 : end], self._key_bytes)
             first = end
 
@@ -341,10 +323,9 @@ class RadixCache:
         """Take up to `pages` pages from the least recent unlocked leaves; their raw ids."""
         order = self._device_order
         gone: list[bytes] = []
-        while pages > 0 and order:
-            node = next(iter(order))
+        while pages > 0 and (node := order.oldest()) is not None:
             if node.locks:
-                del order[node]  # unlock puts it back
+                order.remove(node)  # unlock puts it back
                 continue
             assert node.pages is not None, "a node without pages among those on the device"
             take = min(pages, len(node.pages) // PAGE_ID_BYTES)
@@ -354,13 +335,13 @@ class RadixCache:
             if len(gone[-1]) < len(node.pages):
                 self._shorten(node, take)
                 continue
-            del order[node]
+            order.remove(node)
             if not node.stored_bytes:
                 self._remove(node)
                 continue
             node.pages = None
             node.edge = node.edge[: node.stored_bytes]
-            self._stored_order[node] = None
+            self._stored_order.add(node)
             self._stored_only_bytes += len(node.edge)
         return gone
 
@@ -371,8 +352,9 @@ class RadixCache:
         if node.stored_bytes > keep:
             self._stored_only_bytes += node.stored_bytes - keep
             lower = node.push_down(keep, self._key_bytes)
-            self._stored_order[lower] = None
-            self._stored_order.move_to_end(lower)
+            if lower in self._stored_order:
+                self._stored_order.remove(lower)
+            self._stored_order.add(lower)
             node.stored_bytes = keep
         node.edge = node.edge[:keep]
         node.pages = node.pages[: -pages * PAGE_ID_BYTES]
@@ -403,7 +385,7 @@ class RadixCache:
         if node.pages is None:
             self._stored_only_bytes -= len(node.edge) - keep
             if not keep:
-                del self._stored_order[node]
+                self._stored_order.remove(node)
                 self._remove(node)
                 return
             node.edge = node.edge[:keep]
@@ -413,14 +395,8 @@ class RadixCache:
         """Drop the least recent stored-only tokens, whole pages from the ends of leaves."""
         page_bytes = self._key_bytes
         while (over := self._stored_only_bytes - self.max_stored_tokens * TOKEN_BYTES) > 0:
-            node = next(iter(self._stored_order))
+            node = self._stored_order.oldest()
+            assert node is not None, "stored-only tokens in no node"
             assert not node.children, "a stored-only parent is older than its child"
             drop = -(-over // page_bytes) * page_bytes
             self._unstore(node, max(0, len(node.edge) - drop))
-
-
-def _raw(ids: NDArray[np.int32]) -> bytes:
-    """Token or page ids as bytes. Anything but one dimension of int32 is our own mistake."""
-    assert ids.dtype == np.int32, f"ids of dtype {ids.dtype}, int32 expected"
-    assert ids.ndim == 1, f"ids of {ids.ndim} dimensions"
-    return ids.tobytes()

@@ -15,7 +15,16 @@ PAGE_ID_BYTES = 4
 NO_PAGES = b""
 
 
-class Node:
+class Link:
+    """A place in a recency list (`radix_recency`): what is older and what is younger by one."""
+
+    __slots__ = ("older", "younger")
+
+    older: Link | None
+    younger: Link | None
+
+
+class Node(Link):
     """A run of whole pages below `parent`. A root has no parent and an empty edge.
 
     edge: token ids, int32 as bytes; never empty but in a root.
@@ -32,6 +41,7 @@ class Node:
     def __init__(
         self, parent: Node | None, edge: bytes, pages: bytes | None, stored_bytes: int = 0
     ) -> None:
+        self.older = self.younger = None
         self.parent = parent
         self.edge = edge
         self.pages = pages
@@ -132,8 +142,3 @@ def common_bytes(data: bytes, start: int, edge: bytes, key_bytes: int) -> int:
 def ids_of(raw: bytes | bytearray) -> NDArray[np.int32]:
     """int32 view of raw ids; read-only when the bytes are."""
     return np.frombuffer(raw, np.int32)
-
-
-def join(parts: list[bytes | None]) -> bytearray:
-    """Raw page ids of a path in one buffer, which an array over it may write to."""
-    return bytearray().join(parts)  # type: ignore[arg-type]  # the caller left out the Nones

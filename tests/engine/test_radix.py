@@ -277,7 +277,7 @@ class RadixMachine(RuleBasedStateMachine):
 
 
 RadixMachine.TestCase.settings = settings(
-    max_examples=250,
+    max_examples=200,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
@@ -551,7 +551,7 @@ def test_clear_keeps_what_is_locked() -> None:
     tree.put([4], ("", "salt"))
     tree.cache.mark_stored(array([1, 2, 3]), NO_ROOT, 3)
     tree.cache.clear()
-    assert repr(tree.cache) == "RadixCache(2 pages, 2 locked, 0/67108864 tokens stored only)"
+    assert repr(tree.cache) == "RadixCache(2 pages, 2 locked, 0/16777216 tokens stored only)"
     assert tree.hit([1, 2, 3]) == 2
     tree.cache.unlock(node)
     tree.cache.clear()
