@@ -202,6 +202,7 @@ class RadixCache:
         Of these, each that has become the only child of its parent is merged with it: a prompt
         that was inserted piece by piece is one node again.
         """
+        order = self._device_order
         unlocked: list[Node] = []
         above: Node | None = node
         while above is not None:
@@ -210,12 +211,13 @@ class RadixCache:
             if above.locks or above.parent is None:
                 break
             self._locked_pages -= len(above.pages or b"") // PAGE_ID_BYTES
-            if above not in self._device_order:
-                self._device_order.add(above)
+            if above.older is None:  # eviction met it while it was locked
+                order.add(above)
             unlocked.append(above)
             above = above.parent
-        self._device_order.touch(unlocked[::-1])
-        self._merge(unlocked)
+        if unlocked:
+            order.touch(unlocked[::-1])
+            self._merge(unlocked)
 
     # ---- what goes out ----
 

@@ -1,0 +1,301 @@
+"""What the radix cache promises, case by case."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from radix_reference import array, nodes_of
+
+from kvstore.engine.pages import PagePool
+from kvstore.engine.radix import NO_ROOT, RadixCache
+from kvstore.engine.radix_node import Node
+
+
+class Tree:
+    """A cache with its pool, filled by what prompts would leave behind."""
+
+    def __init__(self, page_tokens: int = 1, pages: int = 100, **limits: int) -> None:
+        self.pool = PagePool(pages)
+        self.cache = RadixCache(self.pool, page_tokens, **limits)
+
+    def put(self, tokens: list[int], root: tuple[str, str] = NO_ROOT) -> Node:
+        pages = self.pool.alloc(len(tokens) // self.cache.page_tokens)
+        node = self.cache.insert(array(tokens), pages, root).node
+        self.pool.drop(pages)
+        return node
+
+    def hit(self, tokens: list[int], root: tuple[str, str] = NO_ROOT) -> int:
+        return self.cache.match(array(tokens), root).tokens
+
+
+def test_divergence_inside_a_page_gives_two_children_with_a_common_beginning() -> None:
+    tree = Tree(page_tokens=4)
+    tree.put([1, 2, 3, 4, 5, 6, 7, 8])
+    tree.put([1, 2, 3, 4, 5, 6, 9, 9])
+    assert tree.hit([1, 2, 3, 4, 5, 6, 7, 8]) == 8
+    assert tree.hit([1, 2, 3, 4, 5, 6, 9, 9]) == 8
+    assert tree.hit([1, 2, 3, 4, 5, 6, 7, 9]) == 4
+    assert tree.hit([1, 2, 3]) == 0
+    assert tree.cache.device_pages == 3
+    tree.cache.check()
+
+
+def test_roots_do_not_meet_and_leave_nothing_behind() -> None:
+    tree = Tree(pages=10)
+    for number in range(100):
+        root = ("", f"salt {number}")
+        assert tree.hit([1, 2, 3], root) == 0
+        if tree.pool.free < 3:
+            assert tree.cache.evict(3) == 3
+        tree.put([1, 2, 3], root)
+        assert tree.hit([1, 2, 3], root) == 3
+    assert len(tree.cache._roots) == 3
+    tree.cache.check()
+
+
+def test_a_missed_root_can_be_locked_until_the_prompt_is_there() -> None:
+    tree = Tree()
+    first = tree.cache.match(array([1, 2]), ("a", ""))
+    tree.cache.lock(first.node)
+    node = tree.put([1, 2], ("a", ""))
+    tree.cache.lock(node)
+    tree.cache.unlock(first.node)
+    assert tree.cache.evict(2) == 0
+    tree.cache.unlock(node)
+    assert tree.cache.evict(2) == 2
+    tree.cache.check()
+
+
+def test_a_lock_keeps_its_tokens_through_a_split_and_no_others() -> None:
+    tree = Tree()
+    node = tree.put([1, 2, 3, 4])
+    tree.cache.lock(node)
+    tree.put([1, 2, 9])
+    tree.put([1, 2, 3, 4, 5])
+    assert tree.cache.evictable_pages == 2
+    assert tree.cache.evict(9) == 2
+    assert tree.hit([1, 2, 3, 4, 5]) == 4
+    tree.cache.unlock(node)
+    assert tree.cache.evict(9) == 4
+
+
+def test_locks_count_and_end_once() -> None:
+    tree = Tree()
+    node = tree.put([1, 2])
+    tree.cache.lock(node)
+    tree.cache.lock(node)
+    tree.cache.unlock(node)
+    assert tree.cache.evictable_pages == 0
+    tree.cache.unlock(node)
+    assert tree.cache.evictable_pages == 2
+    with pytest.raises(AssertionError, match="more often than locked"):
+        tree.cache.unlock(node)
+
+
+def test_a_node_locked_twice_is_unlocked_whole_after_a_split() -> None:
+    tree = Tree()
+    node = tree.put([1, 2, 3, 4])
+    tree.cache.lock(node)
+    tree.cache.lock(node)
+    tree.hit([1, 2])
+    tree.cache.unlock(node)
+    assert tree.cache.evictable_pages == 0
+    tree.cache.unlock(node)
+    assert tree.cache.evict(4) == 4
+
+
+def test_a_node_that_left_the_device_is_not_locked() -> None:
+    tree = Tree()
+    node = tree.put([1, 2])
+    tree.cache.evict(2)
+    with pytest.raises(AssertionError, match="left the device"):
+        tree.cache.lock(node)
+
+
+def test_eviction_goes_by_recency_and_from_the_end() -> None:
+    tree = Tree()
+    for branch in (1, 2, 3):
+        tree.put([0, branch, 7, 7])
+    tree.hit([0, 1, 7, 7])
+    tree.hit([0, 2])
+    assert tree.cache.evict(1) == 1
+    assert [tree.hit([0, branch, 7, 7]) for branch in (3, 1, 2)] == [4, 4, 3]
+    assert tree.cache.evict(4) == 4, "all of branch 3, then the end of branch 1"
+    assert [tree.hit([0, branch, 7, 7]) for branch in (1, 2, 3)] == [3, 3, 1]
+
+
+def test_locked_leaves_are_looked_at_once_not_at_every_eviction() -> None:
+    tree = Tree(pages=400)
+    held = [tree.put([number, number]) for number in range(100)]
+    for node in held:
+        tree.cache.lock(node)
+    tree.put(list(range(1000, 1100)))
+    tree.cache.evict(1)
+    assert len(tree.cache._device_order) == 1
+    for node in held:
+        tree.cache.unlock(node)
+    assert tree.cache.evict(99) == 99, "unlocking was the last use: the other goes first"
+    assert all(tree.hit([number, number]) == 2 for number in range(100))
+
+
+def test_a_page_held_by_others_is_let_go_but_not_counted() -> None:
+    tree = Tree(pages=6)
+    pages = tree.pool.alloc(3)
+    tree.cache.insert(array([1, 2, 3]), pages)
+    tree.put([4])
+    assert tree.cache.evict(1) == 1
+    assert tree.cache.device_pages == 0
+    assert tree.pool.free == 3
+    tree.pool.drop(pages)
+    assert tree.pool.free == 6
+
+
+def test_a_stored_node_stays_without_pages_and_takes_new_ones() -> None:
+    tree = Tree(page_tokens=2)
+    prompt = [1, 2, 3, 4, 5, 6]
+    tree.put(prompt)
+    tree.cache.mark_stored(array(prompt), NO_ROOT, 5)
+    assert tree.cache.evict(3) == 3
+    found = tree.cache.match(array(prompt))
+    assert (found.tokens, found.stored_tokens) == (0, 4)
+    pages = tree.pool.alloc(1)
+    done = tree.cache.insert(array([1, 2]), pages)
+    assert done.matched_tokens == 0
+    found = tree.cache.match(array(prompt))
+    assert (found.tokens, found.stored_tokens) == (2, 4)
+    assert found.pages.tolist() == pages.tolist()
+    tree.cache.forget_stored(array(prompt), NO_ROOT, 3)
+    assert tree.cache.match(array(prompt)).stored_tokens == 2
+    tree.cache.check()
+
+
+def test_a_leaf_evicted_page_by_page_leaves_one_stored_only_node() -> None:
+    tree = Tree()
+    tree.put(list(range(50)))
+    tree.cache.mark_stored(array(range(50)), NO_ROOT, 50)
+    for _ in range(49):
+        assert tree.cache.evict(1) == 1
+    assert [node.tokens for _, node in nodes_of(tree.cache)] == [1, 49]
+    assert tree.cache.match(array(range(50))).stored_tokens == 50
+    tree.cache.check()
+
+
+def test_a_stored_tail_above_several_children_keeps_them() -> None:
+    tree = Tree()
+    for end in (8, 9):
+        tree.put([1, 2, 3, end])
+        tree.cache.mark_stored(array([1, 2, 3, end]), NO_ROOT, 4)
+    assert tree.cache.evict(2 + 1) == 3
+    for end in (8, 9):
+        found = tree.cache.match(array([1, 2, 3, end]))
+        assert (found.tokens, found.stored_tokens) == (2, 4)
+    assert tree.cache.stored_only_tokens == 3
+    tree.cache.check()
+
+
+def test_the_oldest_stored_only_tokens_are_dropped_first() -> None:
+    tree = Tree(max_stored_tokens=6)
+    for branch in (1, 2, 3):
+        prompt = array([branch, 5, 5])
+        tree.put(prompt.tolist())
+        tree.cache.mark_stored(prompt, NO_ROOT, 3)
+    tree.cache.evict(6)
+    tree.cache.match(array([1, 5, 5]))
+    tree.cache.evict(2)
+    lengths = [tree.cache.match(array([b, 5, 5])).stored_tokens for b in (1, 2, 3)]
+    assert lengths == [3, 1, 3], "2 was the oldest and lost two tokens from its end"
+    assert tree.cache.stored_only_tokens == 6
+    tree.cache.check()
+
+
+def test_a_stored_only_tail_grows_young_with_every_page_it_gains() -> None:
+    tree = Tree(max_stored_tokens=2)
+    for branch in (1, 2):
+        tree.put([branch, 5, 5])
+        tree.cache.mark_stored(array([branch, 5, 5]), NO_ROOT, 3)
+    tree.cache.evict(1)
+    tree.hit([1, 5])
+    tree.cache.evict(1)
+    tree.hit([2, 5])
+    tree.cache.evict(1)
+    lengths = [tree.cache.match(array([b, 5, 5])).stored_tokens for b in (1, 2)]
+    assert lengths == [3, 2], "1 lost a page last"
+
+
+def test_forgetting_needs_a_prompt_that_reaches_the_lost_page() -> None:
+    tree = Tree()
+    prompt = array([1, 2, 3, 4])
+    tree.put(prompt.tolist())
+    tree.cache.mark_stored(prompt, NO_ROOT, 4)
+    tree.cache.forget_stored(array([1, 2, 9, 4]), NO_ROOT, 3)
+    tree.cache.forget_stored(array([1, 2]), NO_ROOT, 2)
+    tree.cache.evict(4)
+    assert tree.cache.match(prompt).stored_tokens == 4
+    tree.cache.forget_stored(array([1, 2, 3, 9]), NO_ROOT, 2)
+    assert tree.cache.match(prompt).stored_tokens == 2
+
+
+def test_a_prompt_inserted_in_pieces_is_one_node_once_nobody_runs_it() -> None:
+    tree = Tree(page_tokens=2)
+    prompt = list(range(40))
+    node = tree.put(prompt[:2])
+    tree.cache.lock(node)
+    for end in range(4, 41, 2):
+        longer = tree.put(prompt[:end])
+        tree.cache.lock(longer)
+        tree.cache.unlock(node)
+        node = longer
+    assert [part.tokens for _, part in nodes_of(tree.cache)] == [2] * 20, "no piece was copied"
+    tree.cache.unlock(node)
+    assert [part.tokens for _, part in nodes_of(tree.cache)] == [40]
+    assert tree.hit(prompt) == 40
+    tree.cache.check()
+
+
+def test_merging_stops_where_paths_part_and_where_one_is_locked() -> None:
+    tree = Tree()
+    other = tree.put([1])
+    tree.cache.lock(other)
+    tree.put([1, 2, 3])
+    tree.put([1, 2, 8])
+    node = tree.put([1, 2, 3, 4])
+    tree.cache.lock(node)
+    tree.cache.unlock(node)
+    assert sorted(part.tokens for _, part in nodes_of(tree.cache)) == [1, 1, 1, 2]
+    tree.cache.unlock(other)
+    tree.cache.check()
+
+
+def test_clear_keeps_what_is_locked() -> None:
+    tree = Tree()
+    node = tree.put([1, 2])
+    tree.cache.lock(node)
+    tree.put([1, 2, 3])
+    tree.put([4], ("", "salt"))
+    tree.cache.mark_stored(array([1, 2, 3]), NO_ROOT, 3)
+    tree.cache.clear()
+    assert repr(tree.cache) == "RadixCache(2 pages, 2 locked, 0/16777216 tokens stored only)"
+    assert tree.hit([1, 2, 3]) == 2
+    tree.cache.unlock(node)
+    tree.cache.clear()
+    assert not tree.cache._roots
+    assert tree.pool.free == 100
+
+
+def test_the_callers_pages_are_the_callers_own() -> None:
+    tree = Tree()
+    tree.put([1, 2, 3])
+    found = tree.cache.match(array([1, 2, 3]))
+    kept = found.pages.tolist()
+    found.pages[:] = -1
+    assert tree.cache.match(array([1, 2, 3])).pages.tolist() == kept
+
+
+def test_what_is_not_whole_pages_of_int32_is_our_own_mistake() -> None:
+    tree = Tree(page_tokens=4)
+    with pytest.raises(AssertionError, match="not whole pages"):
+        tree.cache.insert(array([1, 2, 3]), array([0]))
+    with pytest.raises(AssertionError, match="2 pages, 4 tokens"):
+        tree.cache.insert(array([1, 2, 3, 4]), array([0, 1]))
+    with pytest.raises(AssertionError, match="int64"):
+        tree.cache.match(np.arange(4))
