@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 PAGE = HEADER_BYTES
 
 MAX_SHORT_TRIES = 8
-"""Calls in a row that may move less than a page before an I/O counts as failed."""
+"""Calls in a row that may write less than a page before the write counts as failed."""
 
 
 class Files:
@@ -48,14 +48,18 @@ class Files:
         return self._open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
 
     def read_at(self, fd: int, views: list[memoryview], offset: int) -> int:
-        """Fill `views` from `offset` on; bytes read, fewer only where the file ends."""
+        """Fill `views` from `offset` on; bytes read, fewer only where the file ends.
+
+        A last part of a page counts as not there.
+        """
         wanted = sum(map(len, views))
-        done = tries = 0
+        done = 0
         while done < wanted:
             got = self._call(os.preadv, fd, _rest(views, done), offset + done)
-            if got == 0:
+            after = _progress(done, got, wanted)
+            if after == done:
                 break
-            done, tries = self._progress(done, got, wanted, tries)
+            done = after
         return done
 
     def write_at(self, fd: int, views: list[memoryview], offset: int) -> None:
@@ -64,7 +68,11 @@ class Files:
         done = tries = 0
         while done < wanted:
             put = self._call(os.pwritev, fd, _rest(views, done), offset + done)
-            done, tries = self._progress(done, put, wanted, tries)
+            after = _progress(done, put, wanted)
+            tries = tries + 1 if after == done else 0
+            if tries >= MAX_SHORT_TRIES:
+                raise OSError(errno.EIO, f"only {put} of {wanted - done} bytes are written")
+            done = after
 
     def sync(self, fd: int) -> None:
         """Return when everything written to `fd` is on stable storage."""
@@ -93,13 +101,16 @@ class Files:
     def _open(self, path: str, flags: int) -> int:
         if self.direct:
             try:
-                return os.open(path, flags | os.O_DIRECT, 0o600)
+                return self._os_open(path, flags | os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
                 self._give_up_direct(path)
                 # Some file systems make the file before they refuse the flag.
                 flags &= ~os.O_EXCL
+        return self._os_open(path, flags)
+
+    def _os_open(self, path: str, flags: int) -> int:
         return os.open(path, flags, 0o600)
 
     def _call(self, call: object, fd: int, views: list[memoryview], offset: int) -> int:
@@ -120,23 +131,18 @@ class Files:
         self.direct = False
         log.warning("direct I/O is refused (%s): the disk tier goes on buffered", what)
 
-    @staticmethod
-    def _progress(done: int, moved: int, wanted: int, tries: int) -> tuple[int, int]:
-        """Where to go on after a call: at a page, as direct I/O asks, unless all is done."""
-        after = done + moved
-        if after < wanted:
-            after -= after % PAGE
-        tries = tries + 1 if after == done else 0
-        if tries >= MAX_SHORT_TRIES:
-            raise OSError(errno.EIO, f"only {moved} of {wanted - done} bytes moved")
-        return after, tries
-
 
 class Pages(threading.local):
     """A page of scratch for each thread, aligned: headers are changed in it on their way out."""
 
     def __init__(self) -> None:
         self.page = aligned_buffer(PAGE)
+
+
+def _progress(done: int, moved: int, wanted: int) -> int:
+    """Where to go on after a call: at a page, as direct I/O asks, unless all is done."""
+    after = done + moved
+    return after if after >= wanted else after - after % PAGE
 
 
 def _rest(views: list[memoryview], done: int) -> list[memoryview]:

@@ -8,7 +8,6 @@ are checked once, because the order in which one write's pages reach the file is
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 
 from kvstore.errors import ConfigError
@@ -71,7 +70,6 @@ def fill(index: Index, segment: Segment) -> None:
 
 def _read_entries(files: Files, segment: Segment, found: Recovered) -> None:
     """By the footer, else by a scan."""
-    segment.short = os.fstat(segment.fd).st_size != segment.nbytes
     if segment.short:
         log.warning("%s is shorter than it was; taking what is left", segment.path)
     elif segment.load_footer(files):

@@ -137,9 +137,7 @@ class Segment:
         fd = files.create(path, nbytes)
         segment = cls(path, fd, number, nbytes, os.urandom(SECRET_BYTES))
         try:
-            fields = (number, nbytes, segment.secret)
-            page = _page(_HEADER, _HEADER_MAGIC, *fields)
-            files.write_at(fd, [page], 0)
+            segment._write_header(files)
             files.sync_directory(directory)
         except BaseException:
             files.close(fd)
@@ -152,18 +150,23 @@ class Segment:
         """An existing segment, its footer not yet read. Raises SegmentInvalid, OSError."""
         fd = files.open(path, writable=writable)
         try:
-            page = aligned_buffer(PAGE)
-            if files.read_at(fd, [page], 0) != PAGE:
-                raise SegmentInvalid("shorter than a page")
-            number, nbytes, secret = _fields(_HEADER, _HEADER_MAGIC, page)
+            number, nbytes, secret, damaged = _identity(files, fd)
             if os.path.basename(path) != f"{number:012d}{SUFFIX}":
                 raise SegmentInvalid(f"it says that it is segment {number}")
             if nbytes % PAGE or not MIN_SEGMENT_BYTES <= nbytes <= MAX_SEGMENT_PAGES * PAGE:
                 raise SegmentInvalid(f"it says that it has {nbytes} bytes")
-            return cls(path, fd, number, nbytes, secret)
+            segment = cls(path, fd, number, nbytes, secret)
+            segment.short = os.fstat(fd).st_size != nbytes
+            if damaged and writable:
+                segment._write_header(files)
+            return segment
         except BaseException:
             files.close(fd)
             raise
+
+    def _write_header(self, files: Files) -> None:
+        page = _page(_HEADER, _HEADER_MAGIC, self.number, self.nbytes, self.secret)
+        files.write_at(self.fd, [page], 0)
 
     def seal(self, files: Files) -> None:
         """Write the footer; every frame before it is on stable storage first. Raises OSError.
@@ -303,6 +306,28 @@ class Segment:
         if total.intdigest() != header.stored_sum:
             return "the payload does not match its checksum"
         return ""
+
+
+def _identity(files: Files, fd: int) -> tuple[int, int, bytes, bool]:
+    """Number, size and secret, by the header or else the trailer; whether the header is damaged.
+
+    Raises SegmentInvalid when neither can be read.
+    """
+    page = aligned_buffer(PAGE)
+    if files.read_at(fd, [page], 0) != PAGE:
+        raise SegmentInvalid("it is shorter than a page")
+    try:
+        number, nbytes, secret = _fields(_HEADER, _HEADER_MAGIC, page)
+        return number, nbytes, secret, False
+    except SegmentInvalid as fault:
+        end = os.fstat(fd).st_size // PAGE * PAGE
+        if files.read_at(fd, [page], end - PAGE) != PAGE:
+            raise
+        try:
+            number, nbytes, secret, *_ = _fields(_TRAILER, _TRAILER_MAGIC, page)
+        except SegmentInvalid:
+            raise fault from None
+        return number, nbytes, secret, True
 
 
 def _page(layout: struct.Struct, magic: bytes, *fields: int | bytes) -> memoryview:
