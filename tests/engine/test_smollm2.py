@@ -80,6 +80,6 @@ def test_its_namespace(loaded: LoadedModel) -> None:
     assert len(namespace.revision) == 32
 
 
-def test_finding_needs_the_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "DISTRIBUTION", "no-such-distribution")
-    assert smollm2.find() is None
+def test_finding_needs_the_wheel() -> None:
+    assert smollm2.find("no-such-distribution") is None
+    assert smollm2.find("numpy") is None
