@@ -1,0 +1,61 @@
+"""`kvstore verify`: exit codes, and what it prints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvstore.cli import main
+from kvstore.testing.frames import FrameBuffer, block_of, key_of
+from kvstore.tiers import disk
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    buffer = FrameBuffer(20_000)
+    tier = disk.open(disk.Config(directory=str(tmp_path / "disk"), capacity=4 << 20))
+    for number in range(5):
+        tier.write(*buffer.fill(key_of(number), 20_000))
+    tier.close()
+    return tmp_path / "disk"
+
+
+def damage(directory: Path, number: int) -> None:
+    (segment,) = directory.glob("*.kvseg")
+    stored = bytearray(segment.read_bytes())
+    stored[stored.index(block_of(key_of(number), 20_000)) + 10_000] ^= 4
+    segment.write_bytes(stored)
+
+
+def test_a_sound_directory_exits_0(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(directory), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["frames"], report["frames_bad"]) == (True, 5, 0)
+    assert main(["verify", str(directory)]) == 0
+    assert "5 frames in 1 segments" in capsys.readouterr().out
+
+
+def test_a_bad_frame_exits_1_and_is_named(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(directory, 3)
+    assert main(["verify", str(directory), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["frames"], report["frames_bad"]) == (False, 5, 1)
+    assert key_of(3).hash.hex() in report["bad"][0]["block"]
+    assert report["bad"][0]["offset_bytes"] % 4096 == 0
+    assert main(["verify", str(directory)]) == 1
+    assert "1 bad" in capsys.readouterr().out
+
+
+def test_what_is_no_disk_tier_exits_2_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for bad in (tmp_path, tmp_path / "nothing"):
+        assert main(["verify", str(bad)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("kvstore: ")
+        assert said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [], "verify changes nothing"

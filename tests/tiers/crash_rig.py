@@ -1,0 +1,163 @@
+"""Kill -9 against the disk tier: a writer that is killed, and what must be true after.
+
+As a program: `python tests/tiers/crash_rig.py --loops 200`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from kvstore.blocks import Key
+from kvstore.frame import padded
+from kvstore.testing.frames import FrameBuffer, key_of
+from kvstore.tiers import disk
+from kvstore.tiers.base import Tier
+
+MAX_BYTES = 250_000
+THREADS = 3
+KEYS_A_THREAD = 1_000_000
+"""Numbers of keys are thread * this + a count."""
+
+
+def bytes_of(number: int) -> int:
+    """Stored bytes of a block, from its number."""
+    return 1 + random.Random(number).randrange(MAX_BYTES)
+
+
+def open_tier(directory: Path, capacity: int) -> Tier:
+    return disk.open(disk.Config(directory=str(directory), capacity=capacity))
+
+
+def write_forever(directory: Path, capacity: int, first: int, said: int) -> None:
+    """Write blocks in threads and say each acknowledged one on descriptor `said`, until killed."""
+    tier = open_tier(directory, capacity)
+
+    def work(thread: int) -> None:
+        buffer = FrameBuffer(MAX_BYTES)
+        for count in range(first, KEYS_A_THREAD):
+            number = thread * KEYS_A_THREAD + count
+            tier.write(*buffer.fill(key_of(number), bytes_of(number)))
+            os.write(said, b"%d\n" % number)
+            if count % 17 == 3:
+                tier.delete([key_of(number)])
+                os.write(said, b"-%d\n" % number)
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(1, THREADS + 1)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+
+
+class CrashRun:
+    """One directory that is written to and killed over and over."""
+
+    def __init__(self, directory: Path, *, capacity: int, seed: int) -> None:
+        self.directory = directory
+        self.capacity = capacity
+        self.written: set[int] = set()
+        self.deleted: set[int] = set()
+        self.torn = 0
+        self._rng = random.Random(seed)
+        self._buffer = FrameBuffer(MAX_BYTES)
+
+    def loop(self) -> None:
+        """Write until killed at a random moment, open again, and check everything."""
+        first = 1 + max((n % KEYS_A_THREAD for n in self.written), default=0)
+        reader, writer = os.pipe()
+        # A fork, so that a loop does not cost the import of everything. No other thread runs.
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(reader)
+                write_forever(self.directory, self.capacity, first, writer)
+            finally:
+                os._exit(1)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            said = [pipe.readline()]
+            time.sleep(self._rng.random() * 0.1)
+            os.kill(child, signal.SIGKILL)
+            said += pipe.read().splitlines()
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "the writer ended by itself"
+        # The last line may be cut by the kill: then it does not say that anything is done.
+        whole = said[:-1] if len(said) > 1 else said
+        for line in whole:
+            number = int(line)
+            (self.deleted if number < 0 else self.written).add(abs(number))
+        self.check(unsure={abs(int(line)) for line in said if line.strip(b"-\n")})
+
+    def check(self, unsure: set[int]) -> None:
+        """Open, and compare with what was acknowledged.
+
+        unsure: numbers of the last run; a deletion of one of them may be done and not yet said.
+        """
+        tier = open_tier(self.directory, self.capacity)
+        try:
+            self.torn += int(tier.stats()["torn"])
+            held = set(tier.keys())
+            for key in held:
+                length = tier.read(key, self._buffer.header, self._buffer.payload)
+                assert length, "contains names what read does not find"
+                assert self._buffer.version_of(key, length) == 0
+            numbers = self._numbers(held)
+            assert len(numbers) == len(held), "a block that nobody wrote"
+            assert not numbers & self.deleted, "a deleted block is back"
+            self._check_missing(self.written - self.deleted - numbers, unsure)
+            self.written = numbers | (self.written & self.deleted)
+        finally:
+            tier.close()
+
+    def _numbers(self, held: set[Key]) -> set[int]:
+        """Numbers of these keys: acknowledged ones, and at most one more of each thread."""
+        candidates = set(self.written) | self.deleted
+        newest: dict[int, int] = {}
+        for number in candidates:
+            thread, count = divmod(number, KEYS_A_THREAD)
+            newest[thread] = max(newest.get(thread, 0), count)
+        for thread in range(1, THREADS + 1):
+            start = newest.get(thread, 0)
+            ahead = max(newest.values(), default=0) + 60
+            candidates |= {thread * KEYS_A_THREAD + count for count in range(start, ahead)}
+        return {number for number in candidates if key_of(number) in held}
+
+    def _check_missing(self, missing: set[int], unsure: set[int]) -> None:
+        """Acknowledged and not there: deleted just before the kill, or reclaimed for room."""
+        missing = {n for n in missing if not (n in unsure and n % KEYS_A_THREAD % 17 == 3)}
+        if not missing:
+            return
+        everything = sum(4096 + padded(bytes_of(number)) for number in self.written)
+        assert everything > self.capacity // 2, f"lost without need: {sorted(missing)[:5]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--loops", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        # One run with room for everything, one that reclaims all the time.
+        runs = [
+            CrashRun(Path(place) / "large", capacity=4 << 30, seed=arguments.seed),
+            CrashRun(Path(place) / "small", capacity=16 << 20, seed=arguments.seed + 1),
+        ]
+        for number in range(arguments.loops):
+            run = runs[number % 2]
+            run.loop()
+            print(
+                f"{number + 1} kills, {run.directory.name}: {len(run.written)} blocks, "
+                f"{run.torn} torn frames dropped",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What the disk tier's tests share: opening one, filling it, looking at and damaging its files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from kvstore.blocks import Key
+from kvstore.errors import FrameInvalid
+from kvstore.testing.frames import FrameBuffer, key_of
+from kvstore.tiers import disk
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk.files import Files
+
+PAGE = 4096
+MIB = 1 << 20
+
+
+def segment_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.kvseg"))
+
+
+def file_bytes(directory: Path) -> int:
+    return sum(max(4096, path.stat().st_size) for path in directory.iterdir())
+
+
+def open_disk(directory: Path, files: Files | None = None, **changed: Any) -> Tier:
+    values: dict[str, Any] = {"capacity": 8 * MIB, **changed}
+    return disk.open(disk.Config(directory=str(directory), **values), files=files)
+
+
+def left_by_a_kill(directory: Path, copy: Path) -> Path:
+    """What a killed process would have left: the files of a tier that was not closed."""
+    shutil.copytree(directory, copy)
+    return copy
+
+
+def put(tier: Tier, buffer: FrameBuffer, numbers: range, nbytes: int = 20_000) -> list[Key]:
+    keys = [key_of(number) for number in numbers]
+    for key in keys:
+        tier.write(*buffer.fill(key, nbytes))
+    return keys
+
+
+def held(tier: Tier, buffer: FrameBuffer, keys: list[Key], *, damaged: int = 0) -> list[Key]:
+    """The keys that `contains` names, each read and compared; at most `damaged` are not right."""
+    right = []
+    wrong = 0
+    for key, has in zip(keys, tier.contains(keys), strict=True):
+        length = tier.read(key, buffer.header, buffer.payload)
+        if not has:
+            assert length == 0
+            continue
+        try:
+            assert length, "contains names what read cannot find"
+            assert buffer.version_of(key, length) == 0
+            right.append(key)
+        except FrameInvalid:
+            wrong += 1
+    assert wrong <= damaged
+    return right
+
+
+def flip(path: Path, at: int, bit: int = 1) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ bit]))
+
+
+class FaultyFiles(Files):
+    """Raises `error` at the calls named; may move less than asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing: dict[str, int] = {}
+        self.room_bytes = 1 << 60
+        self.short = 0
+
+    def _fail(self, call: str) -> None:
+        if call in self.failing:
+            raise OSError(self.failing[call], os.strerror(self.failing[call]))
+
+    def read_at(self, fd: int, views: list[memoryview], offset: int) -> int:
+        self._fail("read")
+        return super().read_at(fd, views, offset)
+
+    def write_at(self, fd: int, views: list[memoryview], offset: int) -> None:
+        self._fail("write")
+        super().write_at(fd, views, offset)
+
+    def sync(self, fd: int) -> None:
+        self._fail("sync")
+        super().sync(fd)
+
+    def _allocate(self, fd: int, nbytes: int) -> None:
+        if nbytes > self.room_bytes:
+            raise OSError(errno.ENOSPC, "no space")
+        super()._allocate(fd, nbytes)
+        self.room_bytes -= nbytes
+
+    def unlink(self, path: str) -> None:
+        if os.path.exists(path) and os.path.getsize(path):
+            self.room_bytes += os.path.getsize(path)
+        super().unlink(path)

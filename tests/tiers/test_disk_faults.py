@@ -1,0 +1,273 @@
+"""The disk tier when system calls fail, when the disk is full, and in whose directory."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from disk_rig import (
+    MIB,
+    PAGE,
+    FaultyFiles,
+    file_bytes,
+    held,
+    open_disk,
+    put,
+    segment_files,
+)
+
+from kvstore.errors import ConfigError, TierError, TierFull, TierUnavailable
+from kvstore.frame import aligned_buffer
+from kvstore.testing.frames import FrameBuffer, key_of
+from kvstore.tiers import disk
+from kvstore.tiers.disk.files import Files
+
+
+@pytest.fixture
+def buffer() -> FrameBuffer:
+    return FrameBuffer(MIB)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+def test_a_directory_in_use_is_refused(directory: Path) -> None:
+    tier = open_disk(directory)
+    with pytest.raises(ConfigError, match=f"in use by another kvstore .process {os.getpid()}"):
+        open_disk(directory)
+    tier.close()
+    open_disk(directory).close()
+
+
+def _open_and_say(directory: str, said: Any) -> None:
+    try:
+        open_disk(Path(directory)).close()
+        said.put("opened")
+    except ConfigError as error:
+        said.put(str(error))
+
+
+def test_a_directory_in_use_by_another_process_is_refused(directory: Path) -> None:
+    tier = open_disk(directory)
+    context = multiprocessing.get_context("spawn")
+    said = context.Queue()
+    other = context.Process(target=_open_and_say, args=(str(directory), said))
+    other.start()
+    assert "in use" in said.get(timeout=60)
+    other.join()
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("kvstore disk tier, version 9\nprocess 1\n", "version 9"),
+        ("something else\n", "not a lock file"),
+    ],
+)
+def test_an_unknown_version_is_refused(directory: Path, content: str, message: str) -> None:
+    directory.mkdir()
+    (directory / "kvstore.lock").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        open_disk(directory)
+    assert (directory / "kvstore.lock").read_text() == content
+
+
+def test_a_directory_that_is_not_ours_is_refused(directory: Path, tmp_path: Path) -> None:
+    directory.mkdir()
+    (directory / "thesis.tex").write_text("do not touch")
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+        open_disk(directory)
+    assert [path.name for path in directory.iterdir()] == ["thesis.tex"]
+    file = tmp_path / "file"
+    file.write_text("")
+    for bad in (file, Path("/proc/nowhere"), file / "below"):
+        with pytest.raises(ConfigError, match="cannot use"):
+            open_disk(bad)
+
+
+def test_sizes_that_cannot_be_are_refused(directory: Path) -> None:
+    for segment in (1000, 7 * MIB):
+        with pytest.raises(ConfigError, match="segment = "):
+            open_disk(directory, segment=segment)
+    assert not directory.exists()
+    config = disk.Config(directory="x", capacity=2 << 40)
+    assert (2 << 40) / disk.segment_bytes_for(config) <= disk.MAX_SEGMENTS + 1
+    assert disk.segment_bytes_for(disk.Config(directory="x", capacity="50GiB")) == 256 * MIB
+
+
+def test_a_full_file_system_reclaims_and_goes_on(directory: Path, buffer: FrameBuffer) -> None:
+    files = FaultyFiles()
+    files.room_bytes = 3 * MIB
+    tier = open_disk(directory, files, capacity=8 * MIB, segment=MIB)
+    keys = put(tier, buffer, range(400))
+    assert tier.contains(keys[-30:]) == [True] * 30
+    assert len(segment_files(directory)) == 3
+    held(tier, buffer, keys)
+    tier.close()
+
+
+def test_no_room_at_all_is_tier_full(directory: Path, buffer: FrameBuffer) -> None:
+    files = FaultyFiles()
+    files.room_bytes = 0
+    tier = open_disk(directory, files)
+    for _ in range(2):
+        with pytest.raises(TierFull):
+            put(tier, buffer, range(1))
+    assert segment_files(directory) == []
+    files.room_bytes = 1 << 60
+    keys = put(tier, buffer, range(1))
+    assert held(tier, buffer, keys) == keys
+    assert file_bytes(directory) == tier.stats()["bytes_used"]
+    tier.close()
+
+
+def test_failing_io_is_unavailable_and_nothing_is_lost(
+    directory: Path, buffer: FrameBuffer
+) -> None:
+    files = FaultyFiles()
+    tier = open_disk(directory, files)
+    keys = put(tier, buffer, range(2))
+    files.failing = {"read": errno.EIO, "write": errno.EIO}
+    with pytest.raises(TierUnavailable):
+        tier.read(keys[0], buffer.header, buffer.payload)
+    with pytest.raises(TierUnavailable):
+        put(tier, buffer, range(2, 3))
+    assert tier.contains([key_of(2)]) == [False]
+    tier.delete(keys[:1])
+    files.failing = {}
+    assert tier.contains(keys) == [False, True]
+    assert held(tier, buffer, keys) == keys[1:]
+    put(tier, buffer, range(2, 3))
+    assert held(tier, buffer, [key_of(2)])
+    tier.close()
+
+
+def test_a_write_is_seen_only_after_it_has_ended(directory: Path, buffer: FrameBuffer) -> None:
+    files = FaultyFiles()
+    tier = open_disk(directory, files)
+    seen = []
+
+    def during_write(fd: int, views: list[memoryview], offset: int) -> None:
+        mine = FrameBuffer(MIB)
+        seen.append(tier.contains([key_of(5)]))
+        seen.append(tier.read(key_of(5), mine.header, mine.payload))
+        Files.write_at(files, fd, views, offset)
+
+    put(tier, buffer, range(1))
+    files.write_at = during_write  # type: ignore[method-assign]
+    put(tier, buffer, range(5, 6))
+    assert seen == [[False], 0]
+    assert tier.contains([key_of(5)]) == [True]
+    del files.write_at
+    tier.close()
+
+
+def test_durable_writes_wait_for_the_disk(directory: Path, buffer: FrameBuffer) -> None:
+    files = FaultyFiles()
+    tier = open_disk(directory, files, durable=True)
+    put(tier, buffer, range(1))
+    files.failing = {"sync": errno.EIO}
+    with pytest.raises(TierUnavailable, match="could not sync"):
+        put(tier, buffer, range(1, 2))
+    files.failing = {}
+    put(tier, buffer, range(2, 3))
+    tier.close()
+
+
+def test_flush_says_when_the_disk_could_not(directory: Path, buffer: FrameBuffer) -> None:
+    files = FaultyFiles()
+    tier = open_disk(directory, files)
+    put(tier, buffer, range(1))
+    files.failing = {"sync": errno.EIO}
+    put(tier, buffer, range(1, 2))
+    with pytest.raises(TierUnavailable, match="could not sync"):
+        tier.flush()
+    files.failing = {}
+    put(tier, buffer, range(2, 3))
+    tier.flush()
+    tier.close()
+
+
+@pytest.mark.parametrize("refused_at", ["open", "io"])
+def test_without_direct_io_the_tier_goes_on_buffered(
+    directory: Path, buffer: FrameBuffer, refused_at: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(Files):
+        def _os_open(self, path: str, flags: int) -> int:
+            fd = super()._os_open(path, flags)
+            if refused_at == "open" and flags & os.O_DIRECT:
+                os.close(fd)
+                raise OSError(errno.EINVAL, "no direct I/O here")
+            return fd
+
+    files = Refusing()
+    tier = open_disk(directory, files)
+    keys = put(tier, buffer, range(3))
+    if refused_at == "io":
+        # An address that direct I/O refuses stands for a file system that does.
+        odd = memoryview(bytearray(3 * PAGE))[1 : 2 * PAGE + 1]
+        path = segment_files(directory)[0]
+        fd = files.open(str(path))
+        assert files.read_at(fd, [odd], 0) == 2 * PAGE
+        files.close(fd)
+    assert tier.stats()["direct"] == 0
+    assert len(held(tier, buffer, keys)) == 3
+    put(tier, buffer, range(3, 200))
+    tier.close()
+    said = [r for r in caplog.records if r.levelno >= logging.WARNING and "direct" in r.message]
+    assert len(said) == 1
+
+
+def test_short_io_is_taken_up_where_it_ended(directory: Path, buffer: FrameBuffer) -> None:
+    class Short(Files):
+        """The kernel may move any part of what is asked."""
+
+        rng = random.Random(3)
+
+        def _call(self, call: Any, fd: int, views: list[memoryview], offset: int) -> int:
+            nbytes = sum(map(len, views))
+            pages = self.rng.randrange(1, nbytes // PAGE + 1)
+            part, rest = [], pages * PAGE
+            for view in views:
+                part.append(view[:rest])
+                rest -= len(part[-1])
+            return super()._call(call, fd, [view for view in part if len(view)], offset)
+
+    tier = open_disk(directory, Short())
+    keys = put(tier, buffer, range(60), 300_000)
+    assert len(held(tier, buffer, keys)) > 10
+    tier.close()
+
+
+def test_a_buffer_that_is_not_aligned_is_our_own_mistake(
+    directory: Path, buffer: FrameBuffer
+) -> None:
+    tier = open_disk(directory)
+    if not tier.stats()["direct"]:
+        pytest.skip("buffered I/O takes any address")
+    key, header, payload = buffer.fill(key_of(1), 5000)
+    odd = aligned_buffer(4 * PAGE)[512 : 512 + 2 * PAGE]
+    with pytest.raises(AssertionError):
+        tier.write(key, header, odd)
+    tier.write(key, header, payload)
+    with pytest.raises(AssertionError):
+        tier.read(key, header, odd)
+    assert tier.contains([key]) == [True]
+    tier.close()
+
+
+def test_close_waits_for_calls_and_later_ones_say_so(directory: Path, buffer: FrameBuffer) -> None:
+    tier = open_disk(directory)
+    put(tier, buffer, range(1))
+    tier.close()
+    with pytest.raises(TierError, match="closed"):
+        tier.flush()
