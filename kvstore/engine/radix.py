@@ -23,7 +23,6 @@ from collections.abc import Iterator
 
 from kvstore.engine.pages import PageIds, PagePool
 from kvstore.engine.radix_node import (
-    NO_PAGES,
     PAGE_ID_BYTES,
     TOKEN_BYTES,
     Node,
@@ -45,6 +44,9 @@ __all__ = ["MAX_STORED_TOKENS", "NO_ROOT", "Insert", "RadixCache", "RadixMatch",
 
 MAX_STORED_TOKENS = 16 * 1024 * 1024
 """Default bound on stored-only tokens. They take 4 bytes each, and about 500 a node."""
+
+ROUND_PAGES = 16 * 1024
+"""Eviction gives pages back so many at a time, which keeps its arrays in the processor's cache."""
 
 
 class RadixCache:
@@ -119,7 +121,7 @@ class RadixCache:
         if path and path[-1].pages is None:
             path = [node for node in path if node.pages is not None]
             tokens_here = sum(node.tokens for node in path)
-        parts = [node.pages or NO_PAGES for node in path]
+        parts = [node.pages for node in path]
         return RadixMatch(path[-1] if path else top, tokens_here, parts, stored_tokens)
 
     # ---- what comes in ----
@@ -228,7 +230,7 @@ class RadixCache:
         somebody else holds are let go of and not counted.
         """
         freed = 0
-        while freed < pages and (gone := self._detach(pages - freed)):
+        while freed < pages and (gone := self._detach(min(pages - freed, ROUND_PAGES))):
             freed += self.pool.drop(ids_of(b"".join(gone)))
         self._bound_stored()
         return freed
@@ -238,7 +240,7 @@ class RadixCache:
         for top in list(self._roots.values()):
             for child in list(top.children.values()):
                 self._forget(child, 0)
-        if gone := self._detach(self.evictable_pages):
+        while gone := self._detach(ROUND_PAGES):
             self.pool.drop(ids_of(b"".join(gone)))
 
     def check(self) -> None:

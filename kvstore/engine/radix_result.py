@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ class RadixMatch:
 
     __slots__ = ("_pages", "_parts", "node", "stored_tokens", "tokens")
 
-    def __init__(self, node: Node, tokens: int, parts: list[bytes], stored_tokens: int) -> None:
+    def __init__(self, node: Node, tokens: int, parts: list[Any], stored_tokens: int) -> None:
         self.node = node
         self.tokens = tokens
         self.stored_tokens = stored_tokens
