@@ -1,0 +1,1 @@
+"""What `kvstore demo` is made of: prompts, processes, HTTP, steps, and what it shows."""
