@@ -176,7 +176,8 @@ class Scheduler:
 
     def _preempt(self, job: Job) -> None:
         """Back to the front of the queue; the tree keeps the full pages."""
-        self._budget += self._plan.pop(job, 0)
+        # Only decoding finds no page (a start takes pages for all known tokens), in start order.
+        assert job not in self._plan
         self.running.remove(job)
         self.cache.detach(job)
         job.state = State.WAITING

@@ -183,6 +183,8 @@ class FakeHooks:
         self.aborted: dict[str, int] = {}
         self.matches = 0
         self.loads = 0
+        self.load_pages: list[tuple[int, ...]] = []
+        """Pages of every load."""
         self.waits: list[float] = []
         """timeout_s of every poll."""
         self._found: dict[str, tuple[int, tuple[bytes, ...]]] = {}
@@ -224,6 +226,7 @@ class FakeHooks:
             if page >= 0:
                 self.pool[page] = _POISON
         self.loads += 1
+        self.load_pages.append(tuple(pages))
         self._loading.add(request_id)
         kept = blocks - min(blocks, self.plan.load_cut())
         self._events.append((self.plan.event_delay(), request_id, _Load(tuple(pages), run[:kept])))
@@ -267,6 +270,11 @@ class FakeHooks:
         assert request_id not in self.aborted, "a second abort"
         self.aborted[request_id] = 1
         self._found.pop(request_id, None)
+
+    @property
+    def leased(self) -> set[str]:
+        """Requests for which blocks lie leased: found, and neither loaded nor given up."""
+        return set(self._found)
 
     def stats(self) -> dict[str, Any]:
         return {"blocks": len(self.blocks), "matches": self.matches, "loads": self.loads}

@@ -373,6 +373,21 @@ def test_the_tree_forgets_what_the_store_has_lost() -> None:
     engine.check()
 
 
+def test_the_tree_keeps_what_the_store_still_has() -> None:
+    engine = fake_engine(20, 4, 8)
+    first = list(range(40))
+    engine.generate([first], max_tokens=1)
+    engine.generate([[90 - n for n in range(70)]], max_tokens=1)
+    job = _job_like(engine, first)
+    for lost in job.hashes[2:]:
+        engine.hooks.blocks.pop(lost)
+    # The load of the two blocks left is not under way yet: this is only the match.
+    engine.add(Request(request_id="again", prompt_tokens=first, max_tokens=1))
+    assert engine.cache.believed_tokens(job) == 16
+    engine.run_until_idle()
+    engine.check()
+
+
 def _job_like(engine: Engine, prompt: list[int]):
     """A job with this prompt that is not in the engine."""
     engine.add(Request(request_id="probe", prompt_tokens=prompt))

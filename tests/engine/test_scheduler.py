@@ -271,6 +271,19 @@ def test_saves_under_way_never_take_more_than_their_share() -> None:
     finish(engine)
 
 
+def test_a_request_waits_for_pages_that_a_save_still_reads() -> None:
+    engine = fake_engine(10, plan=FakePlan(event_delay=lambda: 60), max_running=1)
+    ask(engine, "a", prompt_of(1, 20), 2)
+    ask(engine, "b", prompt_of(2, 20), 21)
+    outputs: list[Output] = []
+    while not any(output.request_id == "b" for output in outputs):
+        outputs += engine.step()
+    assert engine.transfers.save_pages > 0
+    outputs = collect(finish(engine, outputs), ["a", "b"])
+    assert outputs[1].tokens == reference_tokens(prompt_of(2, 20), 21, VOCAB)
+    assert engine.scheduler.preemptions == 0
+
+
 # ---- what is on its way ----
 
 
@@ -321,6 +334,35 @@ def test_a_match_that_the_tree_made_needless_is_given_up() -> None:
     assert quick.cached == {"l1": 0}
     assert late.cached == {"l1": 40}
     assert engine.hooks.loads == 0
+
+
+def test_leases_of_a_hit_that_became_needless_go_back_at_once() -> None:
+    blocks: dict = {}
+    trunk = prompt_of(1, 40)
+    fake_engine(blocks=blocks).generate([trunk], max_tokens=1)
+    engine = fake_engine(max_running=1, max_batch_tokens=20)
+    ask(engine, "quick", [*trunk, 2], 1)
+    outputs = engine.step()
+    engine.hooks.blocks = blocks
+    ask(engine, "late", [*trunk, 1], 9)
+    assert engine.hooks.leased == {"late"}
+    while not any(output.request_id == "late" for output in outputs):
+        outputs += engine.step()
+    assert engine.hooks.leased == set()
+    assert engine.hooks.loads == 0
+    assert collect(finish(engine, outputs), ["late"])[0].cached == {"l1": 40}
+
+
+def test_a_load_leaves_out_the_page_that_is_computed_anyway() -> None:
+    blocks: dict = {}
+    prompt = prompt_of(1, 40)
+    fake_engine(blocks=blocks).generate([prompt], max_tokens=1)
+    engine = fake_engine(blocks=blocks)
+    engine.generate([prompt], max_tokens=1)
+    (pages,) = engine.hooks.load_pages
+    assert len(pages) == 10
+    assert min(pages[:9]) >= 0
+    assert pages[9] == -1
 
 
 def test_an_idle_engine_waits_for_its_copies_instead_of_spinning() -> None:
