@@ -185,7 +185,7 @@ class Attempts:
         ready = len(load.slots) if load is not None else 0
         if not attempt.settled and not late:
             if load is None and match.done:
-                return PENDING  # no slots may be asked for now
+                return PENDING  # slots may be asked for later
             if in_round_trip and (load is None or ready < _leading_l2(match.tiers)):
                 return PENDING
             verdict = self._policy.verdict(
