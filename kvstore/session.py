@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 TicketT = TypeVar("TicketT", bound=Ticket)
 
 CLOSED: Final = "the store is closed"
+MOVED_MAX: Final = 1 << 16
+"""Tickets kept for a poll; of a caller that never polls, the longest waiting are let go."""
 
 
 class Session:
@@ -58,8 +60,6 @@ class Session:
 
     def match(self, hashes: Sequence[bytes]) -> Match:
         ticket = Match(self._number(), hashes)
-        if self.closed:
-            return self._ended(ticket)
         keys = self._keys(hashes)
         self._locate(ticket, keys, probe=True)
         return ticket
@@ -67,11 +67,11 @@ class Session:
     def load(self, hashes: Sequence[bytes]) -> Load:
         """See `verbs`. A block in a tier without a local index is found only after a match."""
         ticket = Load(self._number(), hashes)
-        if self.closed:
-            return self._ended(ticket)
         keys = self._keys(hashes)
         sources = self._store.finder.sources(keys, self._nbytes)
         with self._brain.lock:
+            if self.closed:
+                return self._ended(ticket)
             book = LoadBook(self, ticket)
             plan = self._brain.lease(self._client, keys, self._nbytes, sources, book)
             self._books[ticket.ticket_id] = book
@@ -82,9 +82,9 @@ class Session:
 
     def save(self, hashes: Sequence[bytes]) -> Save:
         ticket = Save(self._number(), hashes)
-        if self.closed:
-            return self._ended(ticket)
         with self._brain.lock:
+            if self.closed:
+                return self._ended(ticket)
             answer = self._brain.admit(self._client, self._keys(hashes), self._nbytes)
             ticket.grants.extend(answer.grants)
             ticket.dropped = answer.dropped
@@ -98,6 +98,7 @@ class Session:
             if self.closed:
                 return
             assert self._saves.pop(save.ticket_id, None) is save, "handed back already"
+            self._moved.pop(save.ticket_id, None)
             spills = self._brain.commit(self._client, [slot for _, slot in save.grants])
         self._store.carry_out((), spills)
 
@@ -105,6 +106,7 @@ class Session:
         with self._brain.lock:
             if self.closed:
                 return
+            self._moved.pop(ticket.ticket_id, None)
             if isinstance(ticket, Save):
                 assert self._saves.pop(ticket.ticket_id, None) is ticket, "handed back already"
                 self._brain.abandon(self._client, [slot for _, slot in ticket.grants])
@@ -153,6 +155,8 @@ class Session:
     def moved(self, ticket: Ticket) -> None:
         """Under the lock: the ticket has something new for its holder."""
         self._moved[ticket.ticket_id] = ticket
+        if len(self._moved) > MOVED_MAX:
+            del self._moved[next(iter(self._moved))]
         self._news.notify_all()
 
     def release_slots(self, slots: Sequence[int]) -> None:
@@ -167,6 +171,9 @@ class Session:
         """Say how long a run is held and where; ask remote tiers once for what is not known."""
         tiers = self._store.finder.locate(keys, self._nbytes)
         with self._brain.lock:
+            if self.closed:
+                self._ended(ticket)
+                return
             ticket.tiers.extend(tiers[len(ticket.tiers) :])
             if probe and len(tiers) < len(keys):
                 self._matches.add(ticket)
@@ -178,8 +185,7 @@ class Session:
 
     def _probed(self, ticket: Match, keys: Sequence[Key]) -> None:
         """From a worker: every remote tier has answered."""
-        if not self.closed:
-            self._locate(ticket, keys, probe=False)
+        self._locate(ticket, keys, probe=False)
 
     def _keys(self, hashes: Sequence[bytes]) -> list[Key]:
         tenant, digest = self.tenant, self._namespace.digest
@@ -233,8 +239,13 @@ class LoadBook:
         self._advance()
 
     def cut(self, index: int, reason: str) -> None:
-        """A block will not come: the run ends before it, and what lies behind is given back."""
-        del self._awaited[index]
+        """A block will not come: the run ends before it, and what lies behind is given back.
+
+        Whoever is told of a failed flight may have left it a moment ago, by a cut of this same
+        run: a key that stands in it twice waits twice.
+        """
+        if self._awaited.pop(index, None) is None:
+            return
         if index < self._end:
             self._end = index
             self.ticket.fault = reason

@@ -45,6 +45,8 @@ CLOSE_WAIT_S: Final = 5.0
 RESIDENT_FLOOR: Final = 2
 GRANTED_FLOOR: Final = 2
 MAX_SESSIONS: Final = 1024
+MAX_NAMESPACES: Final = 4096
+"""Namespaces remembered for their dtype and block size; the first met go first."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Store:
                 direct=self._kinds[tier.name] == movers.IDENTITY,
                 codec_of=lambda key, name=tier.name: self._codec_of(name, key),  # type: ignore[misc]
                 take_off=self.brain.take_off,
+                begin=self.brain.begin,
                 landed=self._landed,
                 written=self._written,
             )
@@ -141,6 +144,8 @@ class Store:
             client = next(self._clients)
             self.brain.add_client(client)
             self._namespaces[namespace.digest] = namespace
+            if len(self._namespaces) > MAX_NAMESPACES:
+                del self._namespaces[next(iter(self._namespaces))]
             session = self._sessions[client] = Session(self, client, namespace, tenant)
             return session
 
@@ -154,10 +159,15 @@ class Store:
     def carry_out(self, flights: Iterable[Flight], spills: Iterable[Spill]) -> None:
         """Give the brain's plans to the workers. Not under the lock: nothing here waits."""
         for flight in flights:
-            self._workers[flight.tier].read(flight)
+            self._fly(flight)
         for spill in spills:
-            if not self._workers[spill.tier].write(spill):
+            if not self._workers[spill.tier].write(spill) and self.brain.begin(spill):
                 self.brain.spilled(spill, Spilled.DROPPED)
+
+    def _fly(self, flight: Flight) -> None:
+        """Give a flight to its tier's workers; it ends at once when they are closing."""
+        if not self._workers[flight.tier].read(flight) and self.brain.take_off(flight):
+            self._landed(flight, Moved(Landing.UNAVAILABLE, reason="closing"))
 
     def forget_session(self, client: int) -> None:
         """A session was closed."""
@@ -248,11 +258,10 @@ class Store:
         deadline_s = deadline_after(timeout_s)
         while True:
             room = min((workers.room() for workers in self._workers), default=0)
-            spills = self.brain.spill_dirty(room) if room else []
-            self.carry_out((), spills)
+            self.carry_out((), self.brain.spill_dirty(room))
             if not all(workers.wait_written(deadline_s) for workers in self._workers):
                 return False
-            if not spills:
+            if not self.brain.stats()["slots_dirty"]:
                 return True
 
     def clear(self, tier: str = "all") -> None:
@@ -289,8 +298,9 @@ class Store:
         }
 
     def close(self) -> None:
-        """End sessions and threads, close tiers. Then every slot is free or idle again, unless a
-        worker hangs inside a tier: its slot stays its own."""
+        """End sessions, write what is queued, end threads, close tiers; at most CLOSE_WAIT_S of
+        waiting. Then every slot is free again, unless a worker hangs inside a tier: its slot stays
+        its own."""
         with self.brain.lock:
             if self._closing:
                 return
@@ -299,6 +309,8 @@ class Store:
         for session in sessions:
             session.close()
         deadline_s = deadline_after(CLOSE_WAIT_S)
+        if not self.flush(CLOSE_WAIT_S / 2):
+            log.warning("not everything was written at close: %s", self)
         ended = [workers.close(deadline_s) for workers in self._workers]
         for tier, done in zip(self._tiers, ended, strict=True):
             if done:
@@ -352,7 +364,7 @@ class Store:
                 for waiter in self.brain.fail(flight):
                     waiter.owner.cut(waiter.index, f"{name}: {moved.reason}")
         if lower is not None:
-            self._workers[lower].read(flight)
+            self._fly(flight)
 
     def _written(self, spill: Spill, moved: Moved) -> None:
         """A spill ended."""

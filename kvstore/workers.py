@@ -41,7 +41,7 @@ class TierWorkers:
 
     landed, written: called from a worker when a flight or spill ended.
     codec_of: the codec for a key's namespace on this tier.
-    take_off: whether a flight is still wanted.
+    take_off, begin: whether a flight, a spill is still wanted.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class TierWorkers:
         direct: bool,
         codec_of: Callable[[Key], Codec],
         take_off: Callable[[Flight], bool],
+        begin: Callable[[Spill], bool],
         landed: Callable[[Flight, Moved], None],
         written: Callable[[Spill, Moved], None],
     ) -> None:
@@ -63,6 +64,7 @@ class TierWorkers:
         self._direct = direct
         self._codec_of = codec_of
         self._take_off = take_off
+        self._begin = begin
         self._landed = landed
         self._written = written
         self._reads: deque[Flight] = deque()
@@ -84,17 +86,30 @@ class TierWorkers:
         for thread in self._threads:
             thread.start()
 
-    def read(self, flight: Flight) -> None:
-        """Queue a flight; the brain has bounded how many there are."""
+    def read(self, flight: Flight) -> bool:
+        """Queue a flight; False when the workers are closing.
+
+        The brain has bounded how many there are; those that it cancelled since are let go here,
+        or a tier that hangs would collect them without end.
+        """
         with self._moved:
+            if self._closing:
+                return False
+            while self._reads and self._reads[0].cancelled:
+                self._reads.popleft()
             self._reads.append(flight)
             self._moved.notify()
+            return True
 
     def write(self, spill: Spill) -> bool:
         """Queue a spill; False when the queue is full or the workers are closing."""
         with self._moved:
-            if self._closing or len(self._writes) >= self._queue_blocks:
+            if self._closing:
                 return False
+            if len(self._writes) >= self._queue_blocks:
+                self._let_go_cancelled()
+                if len(self._writes) >= self._queue_blocks:
+                    return False
             self._writes.append(spill)
             self._moved.notify()
             return True
@@ -148,13 +163,19 @@ class TierWorkers:
             if self._take_off(flight):
                 self._landed(flight, Moved(Landing.UNAVAILABLE, reason="closing"))
         for job in writes:
-            if isinstance(job, Spill):
+            if isinstance(job, Spill) and self._begin(job):
                 self._written(job, Moved(Landing.UNAVAILABLE, reason="closing"))
         for probe in probes:
             probe.answer(probe, [False] * len(probe.keys))
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def _let_go_cancelled(self) -> None:
+        """Make room in the write queue: spills whose slots were needed will not be written."""
+        kept = [job for job in self._writes if not (isinstance(job, Spill) and job.cancelled)]
+        if len(kept) < len(self._writes):
+            self._writes = deque(kept)
 
     def _no_writes(self) -> bool:
         return not self._writes and not self._busy["writes"]
@@ -213,6 +234,8 @@ class TierWorkers:
         self._landed(flight, moved)
 
     def _write(self, spill: Spill, staging: Staging) -> None:
+        if not self._begin(spill):
+            return
         moved = Moved(Landing.UNAVAILABLE, reason="a fault of ours")
         try:
             moved = movers.write_block(

@@ -12,6 +12,7 @@ its copy, and nobody sees a block before its bytes are there.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,10 @@ from kvstore.tiers.slots import WORKERS, Block, SlotTable
 
 CLEAN_SHARE: Final = 8
 """write_back keeps one slot in this many free or clean, so that a burst finds room."""
+AHEAD_MAX: Final = 128
+"""Blocks that write_back has on their way down ahead of need, at most: fewer than a queue takes."""
+AHEAD_SCAN_MAX: Final = 1024
+"""Cold blocks looked at for that, at most, on any one call."""
 COUNTERS: Final = (
     "admitted",
     "rejected",
@@ -63,7 +68,9 @@ class Brain:
         self._flights: dict[Key, Flight] = {}
         self._in_flight = [0] * tiers
         self._spilling = 0
-        self._clean_floor = max(1, slots // CLEAN_SHARE)
+        self._queued: dict[int, list[Spill]] = {}
+        """Spills that no worker has begun, by slot."""
+        self._clean_floor = min(max(1, slots // CLEAN_SHARE), AHEAD_MAX)
         self._counts: Counter[str] = Counter()
 
     def add_client(self, client: int) -> None:
@@ -89,14 +96,18 @@ class Brain:
         """Offer blocks of `nbytes` bytes each; slots are granted for those that are lacking."""
         with self.lock:
             answer = Admission()
-            for index, key in enumerate(keys):
+            # What is there first, so that making room for the rest evicts it last; the first
+            # block of all last, so that a prefix outlives what follows it.
+            for key in reversed(keys):
                 block = self._table.get(key)
                 if block is not None:
                     answer.rejected += 1
                     if block.ready:
                         self._hit(block, answer.spills)
+            for index, key in enumerate(keys):
+                if self._table.get(key) is not None:
                     continue
-                slot = self._table.take()
+                slot = self._take()
                 if slot is None:
                     answer.dropped = sum(self._table.get(key) is None for key in keys[index:])
                     break
@@ -243,14 +254,24 @@ class Brain:
 
     # --- spills -------------------------------------------------------------------------
 
+    def begin(self, spill: Spill) -> bool:
+        """A worker begins to write; False when the spill was cancelled."""
+        with self.lock:
+            if not spill.cancelled:
+                self._unqueue(spill)
+            return not spill.cancelled
+
     def spilled(self, spill: Spill, outcome: Spilled) -> None:
-        """A spill ended; its lease goes back. Whatever came of it, L2 need not keep the block."""
+        """A spill ended; its lease goes back. Once a tier has tried, L2 need not keep the block."""
         with self.lock:
             assert self._table.at(spill.slot).key == spill.key, "a leased slot changed hands"
+            assert not spill.cancelled, "a cancelled spill was carried out"
+            self._unqueue(spill)
             self._spilling -= 1
             self._counts[f"spills_{outcome.value}"] += 1
             block = self._table.release(WORKERS, spill.slot)
-            self._table.set_dirty(block, False)
+            if outcome is not Spilled.DROPPED:
+                self._table.set_dirty(block, False)
             if outcome is not Spilled.WRITTEN:
                 block.written = False  # so that its next hit sends it again
 
@@ -294,6 +315,13 @@ class Brain:
             for key, flight in self._flights.items():
                 assert self._table.at(flight.slot).key == key
                 assert not flight.cancelled
+            for slot, spills in self._queued.items():
+                assert spills, "an empty list was left behind"
+                for spill in spills:
+                    assert spill.slot == slot
+                    assert not spill.cancelled
+                    assert self._table.at(slot).key == spill.key
+            assert sum(map(len, self._queued.values())) <= self._spilling
 
     # --- inside: all under the lock -----------------------------------------------------
 
@@ -317,7 +345,7 @@ class Brain:
                 return "missing"
             if self._in_flight[source] >= self._flights_max:
                 return "too many loads in progress"
-            slot = self._table.take()
+            slot = self._take()
             if slot is None:
                 self._counts["busy"] += 1
                 return "no free slot"
@@ -331,6 +359,33 @@ class Brain:
         flight.waiters.append(waiter)
         plan.waiting.append((waiter, flight))
         return ""
+
+    def _take(self) -> int | None:
+        """A slot to fill: a free one, one of a block that may go, or one that waits to be written.
+
+        A tier that is slow or hangs would else hold, by its queue alone, slots that everybody
+        needs. Saves may be lost: the coldest block goes unwritten, and is counted as dropped.
+        """
+        slot = self._table.take()
+        if slot is not None or not self._queued:
+            return slot
+        for key in self._policy.victims():
+            block = self._table[key]
+            waiting = self._queued.get(block.slot, ())
+            if waiting and block.count == 1 + len(waiting) and not block.dirty:
+                for spill in list(waiting):
+                    self.spilled(spill, Spilled.DROPPED)
+                    spill.cancelled = True
+                return self._table.take()
+        return None
+
+    def _unqueue(self, spill: Spill) -> None:
+        """The spill waits no more, if it did."""
+        waiting = self._queued.get(spill.slot, [])
+        if spill in waiting:
+            waiting.remove(spill)
+            if not waiting:
+                del self._queued[spill.slot]
 
     def _end(self, flight: Flight) -> None:
         ended = self._flights.pop(flight.key)
@@ -349,16 +404,18 @@ class Brain:
             self._table.lease(WORKERS, block)
             self._spilling += 1
             block.written = True
-            spills.append(Spill(block.key, block.slot, block.nbytes, tier))
+            spill = Spill(block.key, block.slot, block.nbytes, tier)
+            self._queued.setdefault(block.slot, []).append(spill)
+            spills.append(spill)
 
     def _spill_ahead(self, spills: list[Spill]) -> None:
         """write_back: send the coldest dirty blocks down before their slots are needed."""
         if not self._write.on_evict:
             return
-        have = self._table.free + self._table.evictable + self._spilling
+        have = self._table.free + self._table.evictable + self._spilling // max(1, self._tiers)
         if have >= self._clean_floor:
             return
-        for key in self._policy.victims():
+        for key in itertools.islice(self._policy.victims(), AHEAD_SCAN_MAX):
             block = self._table[key]
             if block.dirty and not block.written and block.count == 1:
                 self._spill(block, range(self._tiers), spills)

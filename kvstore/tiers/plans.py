@@ -59,14 +59,18 @@ class Flight:
         """Nobody waits any more and no worker had begun: the slot is free again."""
 
 
-@dataclass(frozen=True, slots=True)
 class Spill:
     """Write the block in `slot` to `tier`. The slot is leased until `Brain.spilled`."""
 
-    key: Key
-    slot: int
-    nbytes: int
-    tier: int
+    __slots__ = ("cancelled", "key", "nbytes", "slot", "tier")
+
+    def __init__(self, key: Key, slot: int, nbytes: int, tier: int) -> None:
+        self.key = key
+        self.slot = slot
+        self.nbytes = nbytes
+        self.tier = tier
+        self.cancelled = False
+        """Its slot was needed before a worker began: not to be written, nor reported."""
 
 
 @dataclass(slots=True)

@@ -50,6 +50,7 @@ class BrainAgainstModel(RuleBasedStateMachine):
         self.begun: list[Flight] = []
         self.waiting: list[tuple[Waiter, Flight]] = []
         self.spills: list[Spill] = []
+        self.writing: list[Spill] = []  # those of them that a worker has begun
         self.bytes: dict[int, Key | None] = {}  # what lies in a slot; None: half-written
 
     # --- what the model says ------------------------------------------------------------
@@ -68,10 +69,24 @@ class BrainAgainstModel(RuleBasedStateMachine):
     def may_go(self) -> set[Key]:
         return {key for key in self.resident if not self.leased(key)} - self.dirty
 
+    def may_go_unwritten(self) -> set[Key]:
+        """Held by nothing but spills that no worker has begun."""
+        waiting = Counter(spill.key for spill in self.spills if spill not in self.writing)
+        leases = Counter(key for _, key in self.leases)
+        return {key for key in waiting if waiting[key] == leases[key]} - self.dirty
+
     def settle_evictions(self, filled: dict[Key, int], kept: set[Key]) -> None:
         """Forget what a verb evicted to fill slots; all of it must have been free to go."""
+        cancelled = [spill for spill in self.spills if spill.cancelled]
+        for spill in cancelled:
+            assert spill not in self.writing, "cancelled under a writer"
+            assert spill.key not in self.dirty, "an unwritten block was given up"
+            self.spills.remove(spill)
+            self.leases.remove((WORKERS, spill.key))
+            assert not self.brain.begin(spill)
         ready = {key for key in KEYS if self.brain.match([key], NBYTES)}
         gone = set(self.resident) - ready
+        assert {spill.key for spill in cancelled} <= gone, "cancelled without need"
         assert gone <= self.may_go() - kept
         assert len(gone) == max(0, len(filled) - self.free())
         for key in gone:
@@ -84,6 +99,8 @@ class BrainAgainstModel(RuleBasedStateMachine):
 
     def take_spills(self, spills: list[Spill]) -> None:
         for spill in spills:
+            if spill.cancelled:
+                continue  # by the very verb that asked for it
             assert 0 <= spill.tier < self.tiers
             assert self.resident[spill.key] == spill.slot
             self.spills.append(spill)
@@ -144,7 +161,9 @@ class BrainAgainstModel(RuleBasedStateMachine):
         if answer.dropped:
             assert self.free() == 0
             assert not self.may_go()
-        assert len(answer.grants) + answer.rejected + answer.dropped <= len(keys)
+            assert not self.may_go_unwritten()
+        assert answer.rejected == len(keys) - len(lacking)
+        assert len(ours) + answer.dropped >= len(lacking)
 
     @precondition(lambda self: self.saving)
     @rule(pick=picks, filled=st.booleans())
@@ -208,8 +227,8 @@ class BrainAgainstModel(RuleBasedStateMachine):
         assert key not in flying
         full = Counter(flight.tier for flight in self.flights.values())
         if key not in saving and source is not None:
-            kept = {k for k in here if not self.leased(k)}  # given back when the run was cut
-            no_slot = self.free() == 0 and self.may_go() <= kept
+            kept = set(here)  # leased while the run was planned, and maybe given back by the cut
+            no_slot = self.free() == 0 and self.may_go() | self.may_go_unwritten() <= kept
             assert no_slot or full[source] >= self.flights_max
 
     @precondition(lambda self: self.waiting)
@@ -259,10 +278,24 @@ class BrainAgainstModel(RuleBasedStateMachine):
         self.take_spills(spills)
         assert all(spill.tier < flight.tier for spill in spills), "written back to its source"
 
-    @precondition(lambda self: self.spills)
-    @rule(pick=picks, outcome=st.sampled_from(Spilled))
+    @precondition(lambda self: len(self.spills) > len(self.writing))
+    @rule(pick=picks, queued=st.booleans())
+    def begin_spill(self, pick: int, queued: bool) -> None:
+        waiting = [spill for spill in self.spills if spill not in self.writing]
+        spill = waiting[pick % len(waiting)]
+        if queued:
+            assert self.brain.begin(spill)
+            self.writing.append(spill)
+        else:
+            self.brain.spilled(spill, Spilled.DROPPED)
+            self.spills.remove(spill)
+            self.leases.remove((WORKERS, spill.key))
+
+    @precondition(lambda self: self.writing)
+    @rule(pick=picks, outcome=st.sampled_from((Spilled.WRITTEN, Spilled.FAILED)))
     def end_spill(self, pick: int, outcome: Spilled) -> None:
-        spill = self.spills.pop(pick % len(self.spills))
+        spill = self.writing.pop(pick % len(self.writing))
+        self.spills.remove(spill)
         assert self.bytes[spill.slot] == spill.key, "a slot changed under a writer"
         self.brain.spilled(spill, outcome)
         self.leases.remove((WORKERS, spill.key))
@@ -325,7 +358,7 @@ class BrainAgainstModel(RuleBasedStateMachine):
 
 TestBrainAgainstModel = BrainAgainstModel.TestCase
 TestBrainAgainstModel.settings = settings(
-    max_examples=120,
+    max_examples=80,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -494,10 +527,48 @@ def test_write_back_evicts_nothing_unwritten_and_writes_ahead() -> None:
     (spill,) = answer.spills
     assert spill.key == KEYS[5], "not the coldest"
     brain.commit(1, [slot for _, slot in answer.grants])
+    assert brain.admit(1, [KEYS[8]], NBYTES).dropped == 1, "evicted before it was written"
+    assert brain.begin(spill)
     brain.spilled(spill, Spilled.WRITTEN)
     assert len(brain.admit(1, [KEYS[8]], NBYTES).grants) == 1
     assert 5 not in resident(brain)
     assert {0, 1, 2, 3, 4} <= resident(brain)
+
+
+def test_write_back_keeps_what_found_no_queue() -> None:
+    brain = make(2, "write_back", tiers=1)
+    store(brain, 0)
+    (spill,) = store(brain, 1) or brain.admit(1, [KEYS[2]], NBYTES).spills
+    brain.spilled(spill, Spilled.DROPPED)
+    answer = brain.admit(1, [KEYS[2]], NBYTES)
+    assert answer.dropped == 1
+    (again,) = answer.spills
+    assert again.key == spill.key
+    brain.spilled(again, Spilled.FAILED)
+    assert len(brain.admit(1, [KEYS[2]], NBYTES).grants) == 1, "a dead tier blocks L2"
+
+
+def test_a_full_queue_does_not_hold_slots_that_others_need() -> None:
+    brain = make(3, tiers=2)
+    spills = store(brain, 0, 1, 2)
+    begun = next(spill for spill in spills if spill.key == KEYS[2])
+    assert brain.begin(begun)
+    answer = brain.admit(2, [KEYS[3], KEYS[4], KEYS[5]], NBYTES)
+    assert len(answer.grants) == 2
+    assert answer.dropped == 1, "a slot was taken from a writer"
+    assert resident(brain) == {2}
+    assert {s.key for s in spills if s.cancelled} == {KEYS[0], KEYS[1]}
+    assert not any(brain.begin(spill) for spill in spills if spill.cancelled)
+    assert brain.stats()["spills_dropped"] == 4
+
+
+def test_an_offer_keeps_the_prefix_it_belongs_to() -> None:
+    brain = make(4)
+    store(brain, 0, 1)
+    store(brain, 2, 3)
+    answer = brain.admit(1, [KEYS[0], KEYS[1], KEYS[4], KEYS[5]], NBYTES)
+    assert [index for index, _ in answer.grants] == [2, 3]
+    assert resident(brain) == {0, 1}
 
 
 def test_a_block_of_another_size_is_not_handed_out() -> None:

@@ -30,8 +30,13 @@ class Verdict(enum.Enum):
 class PrefetchPolicy(Protocol):
     """Decides how long one request's prefetch may take."""
 
-    name: str
-    cap_ms: float
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def cap_ms(self) -> float:
+        """No request waits longer."""
+        ...
 
     def verdict(
         self,
