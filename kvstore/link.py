@@ -6,6 +6,7 @@ caller: what the socket does not take at once waits for the link's writer thread
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -153,7 +154,9 @@ def dial(
     try:
         sock.settimeout(limit_s)
         sock.connect(path)
-        sock.sendall(hello(namespace, token, client, os.getpid()))
+        greeting = hello(namespace, token, client, os.getpid())
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            sock.sendall(greeting)  # turned away already: the reason is there to be read
         receiver = Receiver(sock)
         flags = socket.MSG_CMSG_CLOEXEC
         data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 1, flags)

@@ -1,9 +1,10 @@
 """The sidecar's hot path: `BlockStore` for the engines of this node, over a Unix socket.
 
 Two threads per connection. The *reader* takes verbs and answers each as far as it can be answered
-at once; the *pusher* waits in `session.poll` and sends what moved later. Both send under the
-connection's lock, blocking: a client that does not read its answers blocks them, so it is not read
-any more either, and nothing piles up here but what its own bounded tickets can hold.
+at once; the *pusher* waits in `session.poll` while some ticket is not done, and sends what moved
+(it sleeps through what the reader answers in full: waking it costs as much as a small verb). Both
+send under the connection's lock, blocking: a client that does not read its answers blocks them, so
+it is not read any more either, and nothing piles up here but what its bounded tickets can hold.
 
 **When leases come back.** Only at the end of a connection, and that end is the kernel's word that
 the client's process has no memory left through which a copy could run (`protocol`, the safety
@@ -112,6 +113,8 @@ class Connection:
         self._live: dict[int, Live] = {}
         self._by_store_id: dict[int, Live] = {}
         self._lock = threading.Lock()
+        self._undone: set[int] = set()
+        self._any_undone = threading.Event()
         self._verb_s = verb_s
         self._pusher = threading.Thread(target=self._push, name=f"push-{number}", daemon=True)
 
@@ -125,6 +128,7 @@ class Connection:
             log.exception("%s is not read any more", self)
         await_hang_up(self.sock)
         self.over.set()
+        self._any_undone.set()
         self._session.close()
         self._pusher.join()
 
@@ -189,7 +193,11 @@ class Connection:
         with self._lock:
             self._live[number] = live
             self._by_store_id[ticket.ticket_id] = live
+            self._undone.add(number)
             self._tell(live)
+            if number in self._undone:
+                self._any_undone.set()
+        self._tell_moved(0.0)
 
     def _hand_back(self, number: int, grants: int | None) -> None:
         """Release a ticket, or commit it when the client saw every grant of it."""
@@ -198,6 +206,7 @@ class Connection:
             if live is None:
                 raise Malformed(f"ticket {number} is not outstanding")
             del self._by_store_id[live.ticket.ticket_id]
+            self._undone.discard(number)
         ticket = live.ticket
         if isinstance(ticket, Match) or (grants is not None and not isinstance(ticket, Save)):
             raise Malformed(f"ticket {number} cannot be handed back like this")
@@ -212,22 +221,32 @@ class Connection:
         data = live.news()
         if data:
             self.sock.sendall(data)
-        if live.told_done and isinstance(live.ticket, Match):
+        if not live.told_done:
+            return
+        self._undone.discard(live.number)
+        if isinstance(live.ticket, Match):
             del self._live[live.number]
             del self._by_store_id[live.ticket.ticket_id]
+
+    def _tell_moved(self, timeout_s: float) -> None:
+        """Send what the session says has moved, waiting for the first up to `timeout_s`."""
+        for ticket in self._session.poll(timeout_s):
+            with self._lock:
+                live = self._by_store_id.get(ticket.ticket_id)
+                if live is not None:
+                    self._tell(live)
 
     def _push(self) -> None:
         """The pusher: sends what moves after the verb was answered."""
         while not self.over.is_set():
-            for ticket in self._session.poll(POLL_S):
-                with self._lock:
-                    live = self._by_store_id.get(ticket.ticket_id)
-                    if live is None:
-                        continue
-                    try:
-                        self._tell(live)
-                    except OSError:
-                        return  # the reader meets the same end
+            self._any_undone.wait()
+            try:
+                self._tell_moved(POLL_S)
+            except OSError:
+                return  # the reader meets the same end
+            with self._lock:
+                if not self._undone and not self.over.is_set():
+                    self._any_undone.clear()
 
     def _send(self, data: bytes) -> None:
         with self._lock:

@@ -6,7 +6,6 @@ import gc
 import logging
 import signal
 import socket
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,11 +37,9 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     an unknown name, a folder in use), before anything else is touched.
     """
     check(settings)
-    # uvicorn takes these signals while it runs and raises them again when it has ended; before
-    # and after, they must not end the process half way through.
-    stop = threading.Event()
+    stop = Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, stop)
     with ExitStack() as ending:
         listener = ending.enter_context(listen(settings.server.socket))
         ending.callback(Path(settings.server.socket).unlink, missing_ok=True)
@@ -62,7 +59,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             store=store,
             tenants=tenants,
             stats=lambda: stats(),
-            ready=lambda: not stop.is_set(),
+            ready=lambda: not (stop.told or server.should_exit),
             max_transfers=settings.limits.transfers,
             transfer_s=settings.limits.transfer_ms / 1e3,
             flush_s=settings.limits.flush_ms / 1e3,
@@ -72,6 +69,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
         def stats() -> dict[str, Any]:
             return {**store.stats(), "service": hot.snapshot(), "http": service.snapshot()}
 
+        server = _http_server(service)
         hot.start()
         ending.callback(hot.stop)
         # What lives until the end need not be looked through by every collection.
@@ -79,12 +77,35 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
         host, port = web.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         announce(f"kvstore ready: socket {settings.server.socket}, http://{shown}:{port}, {store}")
-        if not stop.is_set():
-            _run_http(service, web)
+        stop.end(server)
+        server.run(sockets=[web])
         log.info("stopping")
 
 
-def _run_http(service: Service, web: socket.socket) -> None:
+class Stop:
+    """The handler of SIGTERM and SIGINT: tells the HTTP server to end, now or once it is there.
+
+    uvicorn has handlers of its own while it runs, and raises the signal again when it has ended.
+    Outside of that these signals must not end the process half way through.
+    """
+
+    def __init__(self) -> None:
+        self.told = False
+        self._server: uvicorn.Server | None = None
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.told = True
+        if self._server is not None:
+            self._server.should_exit = True
+
+    def end(self, server: uvicorn.Server) -> None:
+        """End this one when told to, or if that has happened."""
+        self._server = server
+        if self.told:
+            server.should_exit = True
+
+
+def _http_server(service: Service) -> uvicorn.Server:
     config = uvicorn.Config(
         build_app(service),
         loop="uvloop",
@@ -94,7 +115,7 @@ def _run_http(service: Service, web: socket.socket) -> None:
         log_config=None,
         timeout_graceful_shutdown=HTTP_STOP_S,
     )
-    uvicorn.Server(config).run(sockets=[web])
+    return uvicorn.Server(config)
 
 
 def _close_store(store: Store, flush_s: float) -> None:

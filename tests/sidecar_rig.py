@@ -1,0 +1,150 @@
+"""Real sidecars for tests, quickly: forked from a process that has imported everything.
+
+The child runs `service.serve.serve`, which is all that `kvstore serve` does after reading its
+command line. Signals go to it by its own id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kvstore.blocks import Namespace
+from kvstore.config import Settings, merged
+from kvstore.link import ask_stats
+from kvstore.service.serve import serve
+from kvstore.verbs import BlockStore, Load, Save, Ticket
+
+NAMESPACE = Namespace(model="m", layers=2, kv_heads=1, head_dim=64, dtype="float32", block_tokens=4)
+SLOT_BYTES = NAMESPACE.block_bytes
+SLOTS = 64
+LIMIT_S = 60.0
+"""A hang guard for tests, no measure."""
+
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["kvstore.service.serve", "sidecar_rig"])
+
+
+class ForkedSidecar:
+    """A sidecar of `SLOTS` slots on `folder`/kv.sock; overrides as for `Settings.load`."""
+
+    def __init__(self, folder: Path, overrides: dict[str, Any] | None = None) -> None:
+        self.socket = str(folder / "kv.sock")
+        self._overrides = merged(
+            {
+                "l2": {"bytes": SLOTS * SLOT_BYTES, "slot_bytes": SLOT_BYTES},
+                "server": {"socket": self.socket, "port": 0},
+            },
+            overrides or {},
+        )
+        self.url = ""
+        self.start()
+
+    def start(self) -> None:
+        """Start it (again), and wait until it takes clients."""
+        ready, announce = _forks.Pipe(duplex=False)
+        self._process = _forks.Process(target=_serve, args=(self._overrides, announce), daemon=True)
+        self._process.start()
+        announce.close()
+        assert ready.poll(LIMIT_S), "the sidecar is not ready"
+        line = ready.recv()
+        self.url = next(word.rstrip(",") for word in line.split() if word.startswith("http"))
+
+    def stats(self, token: str | None = None) -> dict[str, Any]:
+        return ask_stats(self.socket, token)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join(LIMIT_S)
+
+    def suspend(self) -> None:
+        os.kill(self._pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+
+    def stop(self) -> int:
+        """Ask it to end; its exit status, 0 when all its assertions held."""
+        self._process.terminate()
+        self._process.join(LIMIT_S)
+        assert self._process.exitcode is not None, "the sidecar does not end"
+        return self._process.exitcode
+
+    @property
+    def _pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+
+def _serve(overrides: dict[str, Any], announce: Connection) -> None:
+    serve(Settings.load(None, overrides, environment=False), announce.send)
+
+
+def disk(folder: Path, capacity: str = "64MiB", **more: Any) -> dict[str, Any]:
+    """Overrides for a disk tier."""
+    return {"tiers": [{"kind": "disk", "directory": str(folder), "capacity": capacity, **more}]}
+
+
+def hashes_of(name: str, count: int) -> list[bytes]:
+    """A chain of `count` made-up hashes."""
+    return [hashlib.sha256(f"{name} {number}".encode()).digest() for number in range(count)]
+
+
+def content(name: bytes, tenant: str = "") -> bytes:
+    """The bytes of the block of this hash."""
+    seed = hashlib.shake_128(name + tenant.encode()).digest(256)
+    return seed * (SLOT_BYTES // len(seed))
+
+
+def until_done(store: BlockStore, ticket: Ticket) -> Any:
+    """The ticket, once it is done."""
+    deadline = time.monotonic() + LIMIT_S
+    while not ticket.done:
+        store.poll(0.1)
+        assert time.monotonic() < deadline, "the ticket is never done"
+    return ticket
+
+
+def wait_until(true: Any, what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not true():
+        time.sleep(0.01)
+        assert time.monotonic() < deadline, f"never: {what}"
+
+
+def put(store: BlockStore, hashes: Sequence[bytes], tenant: str = "") -> int:
+    """Save these blocks; how many were granted."""
+    save: Save = until_done(store, store.save(hashes))
+    fill(store, save, tenant)
+    store.commit(save)
+    return len(save.grants)
+
+
+def fill(store: BlockStore, save: Save, tenant: str = "") -> None:
+    slab = store.slab_of(save)
+    for index, slot in save.grants:
+        slab.view(slot)[:SLOT_BYTES] = content(save.hashes[index], tenant)
+
+
+def get(store: BlockStore, hashes: Sequence[bytes]) -> tuple[list[bytes], list[str]]:
+    """(bytes, tiers) of the leading run that a load brings."""
+    until_done(store, store.match(hashes))
+    load: Load = until_done(store, store.load(hashes))
+    slab = store.slab_of(load)
+    blocks = [bytes(slab.view(slot)[:SLOT_BYTES]) for slot in load.slots]
+    tiers = list(load.tiers)
+    store.release(load)
+    return blocks, tiers
+
+
+def match(store: BlockStore, hashes: Sequence[bytes]) -> list[str]:
+    """Tiers of the run that the store says it holds."""
+    tiers: list[str] = until_done(store, store.match(hashes)).tiers
+    return tiers
