@@ -60,6 +60,8 @@ class Session:
 
     def match(self, hashes: Sequence[bytes]) -> Match:
         ticket = Match(self._number(), hashes)
+        if self.closed:
+            return self._ended(ticket)
         keys = self._keys(hashes)
         self._locate(ticket, keys, probe=True)
         return ticket
@@ -67,6 +69,8 @@ class Session:
     def load(self, hashes: Sequence[bytes]) -> Load:
         """See `verbs`. A block in a tier without a local index is found only after a match."""
         ticket = Load(self._number(), hashes)
+        if self.closed:
+            return self._ended(ticket)
         keys = self._keys(hashes)
         sources = self._store.finder.sources(keys, self._nbytes)
         with self._brain.lock:
