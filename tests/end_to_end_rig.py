@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvstore.engine.runner import Runner
 from kvstore.leases import Slab
 from kvstore.store import Store
 from kvstore.tiers import disk
-from kvstore.tiers.policies.prefetch import WaitComplete
+from kvstore.tiers.policies.prefetch import PrefetchPolicy, WaitComplete
 from kvstore.verbs import BlockStore
 
 torch.set_num_threads(1)
@@ -34,9 +35,9 @@ DISK_BYTES = 16 << 20
 LORAS = {"": None, "fine": 11}
 
 
-def tiny_model(seed: int = 1) -> LoadedModel:
+def tiny_model(seed: int = 1, layers: int = 2) -> LoadedModel:
     return random_model(
-        seed, layers=2, hidden=32, heads=2, kv_heads=1, vocab=VOCAB, max_positions=512
+        seed, layers=layers, hidden=32, heads=2, kv_heads=1, vocab=VOCAB, max_positions=512
     )
 
 
@@ -112,6 +113,7 @@ class Served:
         tenant: str = "default",
         num_pages: int = 128,
         deadline_ms: float = WAIT_MS,
+        policy: PrefetchPolicy | None = None,
         min_load_tokens: int = 0,
         max_batch_tokens: int = 64,
         max_running: int = 16,
@@ -126,7 +128,7 @@ class Served:
             blocks,
             runner.pool,
             PAGE_TOKENS,
-            policy=WaitComplete(cap_ms=deadline_ms),
+            policy=policy or WaitComplete(cap_ms=deadline_ms),
             deadline_ms=deadline_ms,
             min_load_tokens=min_load_tokens,
         )
@@ -170,8 +172,12 @@ def settle(store: Store) -> None:
 
 
 def check_slots_free(store: Store) -> None:
-    """Nobody holds a lease: once L2 is cleared, every slot is free."""
+    """Nobody holds a lease: once flights have landed and L2 is cleared, every slot is free."""
     settle(store)
+    end_s = time.monotonic() + WAIT_MS / 1e3
+    while store.stats()["l2"]["flights"]:
+        assert time.monotonic() < end_s, "a flight never lands"
+        time.sleep(0.01)
     store.clear("l2")
     stats = store.stats()["l2"]
     assert stats["slots_free"] == stats["slots"], stats
