@@ -138,6 +138,18 @@ def test_locked_leaves_are_looked_at_once_not_at_every_eviction() -> None:
     assert all(tree.hit([number, number]) == 2 for number in range(100))
 
 
+def test_what_is_used_below_a_locked_node_grows_young() -> None:
+    tree = Tree()
+    held = tree.put([1])
+    tree.cache.lock(held)
+    tree.put([1, 2])
+    tree.put([1, 3])
+    tree.hit([1, 2])
+    assert tree.cache.evict(1) == 1
+    assert [tree.hit([1, end]) for end in (2, 3)] == [2, 1]
+    tree.cache.unlock(held)
+
+
 def test_a_page_held_by_others_is_let_go_but_not_counted() -> None:
     tree = Tree(pages=6)
     pages = tree.pool.alloc(3)
@@ -288,6 +300,7 @@ def test_the_callers_pages_are_the_callers_own() -> None:
     found = tree.cache.match(array([1, 2, 3]))
     kept = found.pages.tolist()
     found.pages[:] = -1
+    assert found.pages.tolist() == [-1] * 3
     assert tree.cache.match(array([1, 2, 3])).pages.tolist() == kept
 
 
