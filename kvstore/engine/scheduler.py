@@ -137,13 +137,11 @@ class Scheduler:
         """The next step's work; empty when nothing can run now."""
         self._plan = {}
         self._budget = self.max_batch_tokens
-        preemptions = self.preemptions
         decoding = [job for job in self.running if job.length - job.computed == 1]
         filling = [job for job in self.running if job.length - job.computed > 1]
         for job in decoding + filling:
             self._continue(job)
-        if self.preemptions == preemptions:
-            self._admit()
+        self._admit()
         return [Slice(job, tokens) for job, tokens in self._plan.items()]
 
     def _continue(self, job: Job) -> None:

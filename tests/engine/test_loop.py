@@ -358,6 +358,17 @@ def test_evicted_nodes_stay_in_the_tree_while_the_store_has_them() -> None:
     engine.check()
 
 
+def test_what_was_loaded_is_known_to_be_stored() -> None:
+    blocks: dict = {}
+    first = list(range(41))
+    fake_engine(64, 4, 8, blocks=blocks).generate([first], max_tokens=1)
+    engine = fake_engine(20, 4, 8, blocks=blocks)
+    (output,) = engine.generate([first], max_tokens=1)
+    assert output.cached == {"l1": 0, "l2": 40}
+    engine.generate([[90 - n for n in range(79)]], max_tokens=1)
+    assert engine.cache.believed_tokens(_job_like(engine, first)) == 40
+
+
 def test_the_tree_forgets_what_the_store_has_lost() -> None:
     engine = fake_engine(20, 4, 8)
     first = list(range(40))
@@ -369,6 +380,22 @@ def test_the_tree_forgets_what_the_store_has_lost() -> None:
     engine.hooks.blocks.clear()
     engine.add(Request(request_id="again", prompt_tokens=first, max_tokens=1))
     assert engine.cache.believed_tokens(job) < believed
+    engine.run_until_idle()
+    engine.check()
+
+
+def test_the_tree_forgets_what_a_load_did_not_bring() -> None:
+    plan = FakePlan(load_cut=lambda: 99)
+    engine = fake_engine(20, 4, 8, plan=plan, max_batch_tokens=16)
+    first = list(range(40))
+    engine.generate([first], max_tokens=1)
+    engine.generate([[90 - n for n in range(70)]], max_tokens=1)
+    job = _job_like(engine, first)
+    assert engine.cache.believed_tokens(job) == 36
+    engine.add(Request(request_id="again", prompt_tokens=first, max_tokens=1))
+    while not engine.scheduler.running:
+        engine.step()
+    assert engine.cache.believed_tokens(job) == engine.scheduler.running[0].computed < 36
     engine.run_until_idle()
     engine.check()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from kvstore.engine import scheduler as rules
 from kvstore.engine.loop import IDLE_POLL_S, Engine, collect
 from kvstore.engine.request import Output, Request, State
@@ -242,6 +244,28 @@ def test_a_preempted_request_comes_before_new_ones() -> None:
     assert new.start > second.start
 
 
+def test_preempted_requests_queue_in_the_order_of_their_starts() -> None:
+    engine = fake_engine(15, max_running=3)
+    for index in range(3):
+        ask(engine, str(index), prompt_of(index, 18), 40)
+    outputs = engine.step()
+    while len(engine.scheduler.running) != 1:
+        outputs += engine.step()
+    assert [job.id for job in engine.scheduler.waiting] == ["1", "2"]
+    finish(engine, outputs)
+
+
+@pytest.mark.parametrize(("num_pages", "running"), [(12, 1), (13, 2)])
+def test_a_newcomer_leaves_a_page_for_everyone_who_runs(num_pages: int, running: int) -> None:
+    engine = fake_engine(num_pages, max_running=2)
+    ask(engine, "first", prompt_of(1, 24), 2)
+    engine.step()
+    ask(engine, "second", prompt_of(2, 18), 2)
+    # The first takes its seventh page before the second is considered, which needs five.
+    engine.scheduler.schedule()
+    assert len(engine.scheduler.running) == running
+
+
 def test_a_request_alone_may_fill_the_whole_pool() -> None:
     engine = fake_engine(10, plan=FakePlan(event_delay=lambda: 2))
     for _ in range(3):
@@ -293,7 +317,9 @@ def test_waiting_for_a_match_keeps_nobody_else_waiting() -> None:
     ask(engine, "slow", prompt_of(1, 40), 1)
     for name in range(4):
         ask(engine, str(name), prompt_of(name + 2, 20), 1)
+    slow = engine.scheduler.waiting[0]
     assert first_token_order(finish(engine)) == ["0", "1", "2", "3", "slow"]
+    assert slow.passed_over == 0  # it could not have started
 
 
 def test_a_load_keeps_nobody_else_waiting() -> None:
@@ -334,6 +360,23 @@ def test_a_match_that_the_tree_made_needless_is_given_up() -> None:
     assert quick.cached == {"l1": 0}
     assert late.cached == {"l1": 40}
     assert engine.hooks.loads == 0
+
+
+def test_loads_that_end_out_of_order_run_in_the_order_of_their_starts() -> None:
+    blocks: dict = {}
+    for seed in (1, 2):
+        fake_engine(blocks=blocks).generate([prompt_of(seed, 40)], max_tokens=1)
+    delays = iter([5, 1] + [0] * 99)
+    engine = fake_engine(blocks=blocks, plan=FakePlan(event_delay=lambda: next(delays)))
+    ask(engine, "first", prompt_of(1, 40), 30)
+    ask(engine, "second", prompt_of(2, 40), 30)
+    outputs = engine.step()
+    assert [job.id for job in engine.scheduler.loading] == ["first", "second"]
+    while engine.scheduler.loading:
+        outputs += engine.step()
+    assert first_token_order(outputs)[0] == "second"
+    assert [job.id for job in engine.scheduler.running] == ["first", "second"]
+    finish(engine, outputs)
 
 
 def test_leases_of_a_hit_that_became_needless_go_back_at_once() -> None:
