@@ -137,7 +137,7 @@ class Transformer:
         gate_up = F.linear(x, layer.gate_up, layer.gate_up_bias)
         for segment in lora:
             segment.apply(index, "gate_up", x, gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate_up.tensor_split(2, dim=-1)
         inner = F.silu(gate).mul_(up)
         out = F.linear(inner, layer.down, layer.down_bias)
         for segment in lora:

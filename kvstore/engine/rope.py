@@ -86,6 +86,6 @@ class RopeTable:
             a, b = wide[..., 0::2], wide[..., 1::2]
             turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
         else:
-            a, b = wide.chunk(2, dim=-1)
+            a, b = wide.tensor_split(2, dim=-1)
             turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
         return turned.to(x.dtype)
