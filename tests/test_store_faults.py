@@ -1,0 +1,290 @@
+"""Tiers that fail under the store: every fault is a miss, counted, and in nobody's way."""
+
+from __future__ import annotations
+
+import pytest
+from store_rig import (
+    OTHER_SPACE,
+    SPACE,
+    WAIT_S,
+    CountingTier,
+    RemoteTier,
+    content,
+    ended,
+    free_slots,
+    hashes,
+    key_of,
+    load,
+    loaded_tiers,
+    make_store,
+    match,
+    save,
+    spill_to_tiers,
+    until,
+)
+
+from kvstore import frame
+from kvstore.blocks import Key
+from kvstore.session import Session
+from kvstore.store import CLOSE_WAIT_S
+from kvstore.testing.faults import Fault, FaultyTier, always, in_turn
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.policies.write import write_policy
+
+
+def put(tier: MemoryTier, at: Key, says: Key, block: bytes, *, codec: str = "identity") -> None:
+    """Lay a well-formed frame into a tier, behind the store's back."""
+    header, payload = frame.aligned_buffer(4096), frame.aligned_buffer(len(block))
+    payload[: len(block)] = block
+    total = frame.checksum(block)
+    frame.pack_header(
+        header,
+        key=says,
+        codec=codec,
+        raw_bytes=len(block),
+        stored_bytes=len(block),
+        raw_sum=total,
+        stored_sum=total,
+    )
+    tier.write(at, header, payload)
+
+
+@pytest.mark.parametrize("codec", ["auto", "identity"])
+@pytest.mark.parametrize("fault", [Fault.CORRUPTED, Fault.TRUNCATED])
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_damage_is_a_miss_counted_and_deleted(fault: Fault, verb: str, codec: str) -> None:
+    inner = MemoryTier()
+    tier = FaultyTier(inner, always(fault, verb) if verb == "write" else None)
+    with make_store(tier, codecs={"memory": codec}) as store:
+        session = store.session(SPACE)
+        save(session, hashes(3))
+        spill_to_tiers(store)
+        tier.schedule = in_turn([None, fault]) if verb == "read" else None
+        assert len(loaded_tiers(session, hashes(3))) < 3
+        until(lambda: store.stats()["l2"]["flights"] == 0)
+        stats = store.stats()["tiers"]["memory"]
+        assert stats["checksum_failures"] >= 1
+        assert stats["blocks"] == 3 - stats["checksum_failures"], "not deleted"
+        tier.schedule = None
+        assert len(loaded_tiers(session, hashes(3))) < 3
+        # Damage is found when it is read, block by block; once found, the block is stored anew.
+        for _ in range(3):
+            save(session, hashes(3))
+            spill_to_tiers(store)
+            tiers = loaded_tiers(session, hashes(3))
+        assert tiers == ["memory"] * 3
+
+
+@pytest.mark.parametrize("where", ["tenant", "namespace", "hash", "size", "codec"])
+def test_a_frame_of_something_else_is_a_miss_and_deleted(where: str) -> None:
+    tier = MemoryTier()
+    with make_store(tier) as store:
+        session = store.session(SPACE)
+        (name,) = hashes(1)
+        right = key_of(session, name)
+        says = {
+            "tenant": right._replace(tenant="other"),
+            "namespace": right._replace(namespace=OTHER_SPACE.digest),
+            "hash": right._replace(hash=hashes(2)[1]),
+        }.get(where, right)
+        block = content(says, SPACE.block_bytes)
+        codec = "zstd-planes/2" if where == "codec" else "identity"
+        put(tier, right, says, block[:99] if where == "size" else block, codec=codec)
+        assert match(session, [name]) == ["memory"]
+        ticket = load(session, [name])
+        assert ticket.slots == []
+        assert ticket.fault
+        session.release(ticket)
+        assert store.stats()["tiers"]["memory"]["checksum_failures"] == 1
+        assert tier.contains([right]) == [False]
+        assert match(session, [name]) == []
+        assert free_slots(store) == store.slab.slots
+
+
+@pytest.mark.parametrize("fault", [Fault.REFUSED, Fault.ERROR])
+def test_a_tier_that_is_away_is_a_miss_and_loses_nothing(fault: Fault) -> None:
+    tier = FaultyTier(MemoryTier())
+    with make_store(tier) as store:
+        session = store.session(SPACE)
+        save(session, hashes(3))
+        spill_to_tiers(store)
+        tier.schedule = always(fault, "read")
+        assert loaded_tiers(session, hashes(3)) == []
+        assert store.stats()["tiers"]["memory"]["faults"] >= 1
+        tier.schedule = always(fault)
+        assert match(session, hashes(3)) == []
+        assert save(session, hashes(2, "meanwhile")).dropped == 0
+        assert loaded_tiers(session, hashes(2, "meanwhile")) == ["l2"] * 2
+        tier.schedule = None
+        assert loaded_tiers(session, hashes(3)) == ["memory"] * 3
+
+
+def test_a_full_tier_takes_no_more_and_harms_nobody() -> None:
+    tier = FaultyTier(MemoryTier(), always(Fault.FULL, "write"))
+    with make_store(tier, slots=8) as store:
+        session = store.session(SPACE)
+        for n in range(6):
+            assert save(session, hashes(4, str(n))).dropped == 0
+            assert loaded_tiers(session, hashes(4, str(n))) == ["l2"] * 4
+            assert store.flush(WAIT_S)
+        assert store.stats()["l2"]["spills_failed"] == 24
+        store.clear("l2")
+        assert match(session, hashes(4, "5")) == []
+
+
+@pytest.mark.parametrize("fault", [Fault.CORRUPTED, Fault.ERROR])
+def test_a_slower_tier_stands_in_for_a_faulty_one(fault: Fault) -> None:
+    fast = FaultyTier(MemoryTier(name="fast"))
+    slow = CountingTier(name="slow")
+    with make_store(fast, slow) as store:
+        session = store.session(SPACE)
+        save(session, hashes(3))
+        spill_to_tiers(store)
+        fast.schedule = always(fault, "read")
+        assert match(session, hashes(3)) == ["fast"] * 3
+        assert loaded_tiers(session, hashes(3)) == ["slow"] * 3
+        assert len(slow.reads) == 3
+
+
+def test_what_a_remote_tier_has_lost_is_forgotten() -> None:
+    tier = RemoteTier()
+    with make_store(tier) as store:
+        session = store.session(SPACE)
+        save(session, hashes(3))
+        spill_to_tiers(store)
+        assert match(session, hashes(3)) == ["memory"] * 3
+        tier.clear()
+        assert match(session, hashes(3)) == ["memory"] * 3, "remembered, until found out"
+        assert loaded_tiers(session, hashes(3)) == []
+        until(lambda: store.stats()["l2"]["flights"] == 0)
+        assert store.stats()["tiers"]["memory"]["misses"] >= 1
+        assert match(session, hashes(3)) == []
+
+
+def hang(verb: str) -> tuple[FaultyTier, Session]:
+    """A store whose tier holds 8 blocks, and hangs at every `verb` from now on."""
+    tier = FaultyTier(MemoryTier())
+    session = make_store(tier, slots=16, queue_blocks=4).session(SPACE)
+    save(session, hashes(8)[:4])
+    assert session._store.flush(WAIT_S)
+    save(session, hashes(8)[4:])
+    spill_to_tiers(session._store)
+    tier.schedule = always(Fault.HUNG, verb)
+    return tier, session
+
+
+def test_a_tier_that_hangs_at_reads_hangs_nobody_else() -> None:
+    tier, session = hang("read")
+    store = session._store
+    other = store.session(SPACE)
+    stuck = session.load(hashes(8))
+    assert tier.wait_hung(3)
+    assert not stuck.done
+    save(other, hashes(4, "other"))
+    assert loaded_tiers(other, hashes(4, "other")) == ["l2"] * 4
+    session.release(stuck)
+    stats = store.stats()["l2"]
+    assert stats["flights"] == 3, "only what workers hold is still in the air"
+    assert stats["slots_filling"] == 3
+    tier.release()
+    until(lambda: store.stats()["l2"]["flights"] == 0)
+    assert len(loaded_tiers(session, hashes(8))) == 8
+    store.close()
+
+
+def test_loads_in_progress_have_a_bound() -> None:
+    tier = CountingTier()
+    store = make_store(tier, slots=16)
+    session = store.session(SPACE)
+    for n in range(5):
+        save(session, hashes(4, str(n)))
+        assert store.flush(WAIT_S)
+    store.clear("l2")
+    tier.gate.clear()
+    tickets = [session.load(hashes(4, str(n))) for n in range(5)]
+    assert sum(ticket.done for ticket in tickets) == 2, "12 of 16 slots may be on their way"
+    assert all("too many" in ticket.fault for ticket in tickets if ticket.done)
+    tier.gate.set()
+    for ticket in tickets:
+        ended(session, ticket)
+        session.release(ticket)
+    store.close()
+
+
+def test_a_hung_tier_gathers_nothing() -> None:
+    tier, session = hang("read")
+    store = session._store
+    first = session.load(hashes(3))
+    assert tier.wait_hung(3)
+    for _ in range(300):
+        session.release(session.load(hashes(8)))
+    session.release(first)
+    session.release(session.load(hashes(8)))
+    stats = store.stats()
+    assert stats["tiers"]["memory"]["queued_reads"] <= 8, "cancelled flights pile up"
+    assert stats["l2"]["flights"] == 3
+    tier.release()
+    until(lambda: store.stats()["l2"]["flights"] == 0)
+    store.close()
+
+
+def test_a_tier_that_hangs_at_writes_leaves_l2_to_those_who_use_it() -> None:
+    tier, session = hang("write")
+    store = session._store
+    for n in range(10):
+        label = str(n)
+        assert save(session, hashes(4, label)).dropped == 0, "slots are held by a queue"
+        assert loaded_tiers(session, hashes(4, label)) == ["l2"] * 4
+        stats = store.stats()["tiers"]["memory"]
+        assert stats["queued_writes"] <= 4
+    assert store.stats()["l2"]["spills_dropped"] >= 30
+    assert not store.flush(0.05)
+    tier.release()
+    assert store.flush(WAIT_S)
+    store.close()
+
+
+def test_write_back_over_a_tier_that_fails_goes_on() -> None:
+    tier = FaultyTier(MemoryTier(), always(Fault.REFUSED, "write"))
+    with make_store(tier, slots=8, write_policy=write_policy("write_back")) as store:
+        session = store.session(SPACE)
+        for n in range(6):
+            names = hashes(3, str(n))
+            until(lambda names=names: save(session, names).dropped == 0)  # type: ignore[misc]
+            assert match(session, names) == ["l2"] * 3
+        assert store.stats()["l2"]["spills_failed"] >= 10
+
+
+def test_closing_does_not_wait_for_a_tier_that_hangs() -> None:
+    tier, session = hang("read")
+    store = session._store
+    stuck = session.load(hashes(8))
+    assert tier.wait_hung(3)
+    assert CLOSE_WAIT_S <= 5
+    store.close()
+    assert stuck.done
+    stats = store.stats()["l2"]
+    assert stats["slots_filling"] == 3, "a slot is called free while a worker writes to it"
+    assert stats["slots_free"] < stats["slots"]
+    tier.release()
+
+
+def test_a_block_asked_for_twice_in_one_run() -> None:
+    names = hashes(4)
+    tier = FaultyTier(MemoryTier())
+    with make_store(tier) as store:
+        session, other = store.session(SPACE), store.session(SPACE)
+        twice = [names[0], names[1], names[1], names[2], names[0]]
+        save(session, twice)
+        assert loaded_tiers(session, twice) == ["l2"] * 5
+        spill_to_tiers(store)
+        assert loaded_tiers(session, twice) == ["memory"] * 5
+        spill_to_tiers(store)
+        tier.schedule = always(Fault.SLOW, "read")
+        first, second = session.load(twice), other.load(twice)
+        tier.schedule = always(Fault.REFUSED, "read")
+        for one, ticket in ((session, first), (other, second)):
+            ended(one, ticket)
+            one.release(ticket)
+        until(lambda: store.stats()["l2"]["flights"] == 0)
+        assert store.stats()["l2"]["slots_leased"] == 0
