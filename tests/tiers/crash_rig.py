@@ -31,13 +31,13 @@ def bytes_of(number: int) -> int:
     return 1 + random.Random(number).randrange(MAX_BYTES)
 
 
-def open_tier(directory: Path, capacity: int) -> Tier:
-    return disk.open(disk.Config(directory=str(directory), capacity=capacity))
+def open_tier(directory: Path, capacity: int, *, direct: bool = True) -> Tier:
+    config = disk.Config(directory=str(directory), capacity=capacity, direct=direct)
+    return disk.open(config)
 
 
-def write_forever(directory: Path, capacity: int, first: int, said: int) -> None:
+def write_forever(tier: Tier, first: int, said: int) -> None:
     """Write blocks in threads and say each acknowledged one on descriptor `said`, until killed."""
-    tier = open_tier(directory, capacity)
 
     def work(thread: int) -> None:
         buffer = FrameBuffer(MAX_BYTES)
@@ -71,13 +71,16 @@ class CrashRun:
     def loop(self) -> None:
         """Write until killed at a random moment, open again, and check everything."""
         first = 1 + max((n % KEYS_A_THREAD for n in self.written), default=0)
+        direct = self._rng.random() < 0.5
         reader, writer = os.pipe()
         # A fork, so that a loop does not cost the import of everything. No other thread runs.
         child = os.fork()
         if child == 0:
             try:
                 os.close(reader)
-                write_forever(self.directory, self.capacity, first, writer)
+                # A kill cuts a buffered write in two more easily than a direct one.
+                tier = open_tier(self.directory, self.capacity, direct=direct)
+                write_forever(tier, first, writer)
             finally:
                 os._exit(1)
         os.close(writer)

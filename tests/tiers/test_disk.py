@@ -156,6 +156,7 @@ def test_a_reader_of_a_reclaimed_segment_reads_to_the_end(
         tier.write(*buffer.fill(key_of(number), 20_000))
         number += 1
     reader.join(30)
+    assert float(tier.stats()["evictions"]) <= MIB // 2 // (6 * PAGE), "one segment was enough"
     assert mine.version_of(key_of(0), length[0]) == 0
     put(tier, buffer, range(500, 600))
     assert file_bytes(directory) == tier.stats()["bytes_used"]

@@ -76,6 +76,21 @@ def test_a_flipped_bit_anywhere_costs_blocks_never_wrong_ones(
     tier.close()
 
 
+def test_a_damaged_footer_costs_a_scan_and_no_block(
+    directory: Path, tmp_path: Path, buffer: FrameBuffer
+) -> None:
+    tier = open_disk(directory, segment=MIB)
+    keys = put(tier, buffer, range(20))
+    tier.close()
+    for number in range(0, 20, 3):
+        copy = left_by_a_kill(directory, tmp_path / f"copy {number}")
+        (segment,) = segment_files(copy)
+        flip(segment, segment.read_bytes().rindex(keys[number].hash) + number)
+        tier = open_disk(copy, segment=MIB)
+        assert held(tier, buffer, keys) == keys
+        tier.close()
+
+
 @pytest.mark.parametrize("cut", [0, 100, PAGE, 5 * PAGE + 17, 40 * PAGE])
 def test_a_truncated_segment_keeps_what_is_left(
     directory: Path, buffer: FrameBuffer, cut: int
