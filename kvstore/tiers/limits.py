@@ -141,9 +141,9 @@ class Breaker(Wrapper):
     """Leaves a failing tier alone: what it is asked meanwhile is a miss, at once.
 
     Down after `failures` calls in a row raised TierUnavailable or ended late, and at once while a
-    call of the `Deadline` inside is overdue. After `reset_s` (doubled with each failed probe, at most
-    `MAX_GROWTH` times) the next read or write, or `contains` of a tier without a local index, is
-    let through as a probe; it decides.
+    call of the `Deadline` inside is overdue. After `reset_s` (doubled with each failed probe, at
+    most `MAX_GROWTH` times) the next read or write, or `contains` of a tier without a local index,
+    is let through as a probe; it decides.
     """
 
     def __init__(
