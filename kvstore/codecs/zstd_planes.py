@@ -15,6 +15,10 @@ Encoded block, integers little endian; a *slice* is up to 131,072 elements:
 
 A body as long as its slice has elements is that plane as it is, a shorter one is a zstd frame.
 
+Measured on real KV (SmolLM2-135M, 512 tokens of prose, blocks of 64 tokens), smaller by: bf16
+1.45, float16 1.15, float32 1.18, fp8_e4m3 1.16, fp8_e5m2 1.35; trying float32's other planes
+changed nothing and cost a quarter of the encoding speed.
+
 Slices keep the scratch of a thread at 128 KiB, inside the CPU's cache, whatever the block's size.
 Measured on 2 cores, one thread, bf16: slices of 128 KiB encode as fast as one of 1 MiB and
 compress as well within 0.1 %.
