@@ -206,6 +206,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True,
         extra="forbid",
+        case_sensitive=True,  # of keys; names in the environment are not
         env_prefix=ENV_PREFIX,
         env_nested_delimiter=ENV_NESTED,
     )
@@ -324,7 +325,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _read_environment() -> dict[str, Any]:
     """What `KVSTORE_*` says, as nested maps. An unknown name is an error like an unknown key."""
-    source = EnvSettingsSource(Settings)
+    source = EnvSettingsSource(Settings, case_sensitive=False)
     prefix = ENV_PREFIX.lower()
     for name in source.env_vars:
         section = name.lower().removeprefix(prefix).split(ENV_NESTED)[0]
