@@ -10,6 +10,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.blocks import Namespace
+from kvstore.cli import main
 from kvstore.config import Settings, merged
 from kvstore.link import ask_stats
 from kvstore.service.serve import serve
@@ -85,6 +87,24 @@ class ForkedSidecar:
 
 def _serve(overrides: dict[str, Any], announce: Connection) -> None:
     serve(Settings.load(None, overrides, environment=False), announce.send)
+
+
+def run_command(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command `kvstore`, in a process of its own."""
+    out, err = folder / "stdout", folder / "stderr"
+    process = _forks.Process(target=_command, args=(arguments, str(out), str(err)), daemon=True)
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode is not None, "the command does not end"
+    return process.exitcode, out.read_text(), err.read_text()
+
+
+def _command(arguments: Sequence[str], out: str, err: str) -> None:
+    for path, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), number)
+    code = main(arguments)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def disk(folder: Path, capacity: str = "64MiB", **more: Any) -> dict[str, Any]:

@@ -159,6 +159,6 @@ class Sidecar(Child):
     @property
     def url(self) -> str:
         """http://host:port of the HTTP side."""
-        found = re.search(r"http://\S+", self.ready_line)
+        found = re.search(r"http://[^\s,]+", self.ready_line)
         assert found, "not ready yet"
         return found.group()
