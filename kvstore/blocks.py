@@ -78,6 +78,8 @@ class Namespace:
         for name in ("layers", "kv_heads", "head_dim", "block_tokens", "tp_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.head_dim_v is not None and self.head_dim_v < 0:
+            raise ConfigError(f"head_dim_v is {self.head_dim_v}; it must be at least 0")
         if not 0 <= self.tp_rank < self.tp_size:
             raise ConfigError(f"tp_rank {self.tp_rank} is outside 0..{self.tp_size - 1}")
 
