@@ -165,16 +165,28 @@ def test_any_split_equals_the_plain_encoder(
 
 
 def test_a_prompt_longer_than_a_tile_is_hashed_whole() -> None:
-    tokens = [token * 7919 % 130_000 for token in range(2 * hashing.TILE_TOKENS + 70)]
+    tokens = [token * 7919 % 130_000 for token in range(2 * hashing.TILE_TOKENS + 22)]
     mm = [MMItem("image", 8_000, 9_000), MMItem("other", 9_100, 5)]
     expected = plain_hashes(tokens, "sha256_cbor", 16, "vllm-none-hash", "s", None, mm)
     assert hash_tokens(np.array(tokens, dtype=np.int32), cache_salt="s", mm=mm) == expected
 
 
+def test_every_width_and_its_edges_by_numpy_and_by_python() -> None:
+    tokens = [token for edge in EDGES for token in (edge, max(0, edge - 1))] * 16
+    assert len(tokens) > hashing.SMALL_FEED_TOKENS
+    expected = plain_hashes(tokens, "sha256_cbor", 16, "vllm-none-hash", None, None, [])
+    assert hash_tokens(tokens) == expected
+    hasher = BlockHasher()
+    for start in range(0, len(tokens), 100):
+        hasher.feed(tokens[start : start + 100])
+    assert hasher.hashes == expected
+
+
 def test_single_tokens_hash_as_a_prompt_does() -> None:
     hasher = BlockHasher()
     fed = [block for token in range(100) for block in hasher.feed([token])]
-    assert fed == hash_tokens(range(100))
+    hasher.hashes.clear()  # of a list that is the caller's own
+    assert fed == hash_tokens(range(100)) == hasher.hashes
     assert len(fed) == 6
 
 
