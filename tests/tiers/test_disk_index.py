@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.blocks import Key
@@ -24,6 +24,7 @@ from kvstore.tiers.disk.index import Entries, Index, pack_place, unpack_place
     ),
     st.integers(0, 4095),
 )
+@settings(deadline=None)
 def test_packed_entries_come_back(rows: list[tuple[str, str, bytes]], slot: int) -> None:
     entries = Entries()
     for number, row in enumerate(rows):
@@ -36,6 +37,7 @@ def test_packed_entries_come_back(rows: list[tuple[str, str, bytes]], slot: int)
 
 
 @given(st.binary(max_size=300))
+@settings(deadline=None)
 def test_noise_is_no_index(noise: bytes) -> None:
     with contextlib.suppress(ValueError, TypeError):
         Entries.unpack(noise)
