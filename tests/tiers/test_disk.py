@@ -197,9 +197,11 @@ def test_an_unfinished_frame_is_never_served(
     assert tier.stats()["torn"] == 1
     assert len(held(tier, buffer, keys)) == 2
     tier.write(*buffer.fill(keys[1], 20_000))
+    again = left_by_a_kill(copy, tmp_path / "again")
     tier.close()
-    tier = open_disk(copy)
+    tier = open_disk(again)
     assert len(held(tier, buffer, keys)) == 3
+    assert tier.stats()["torn"] == 0, "dropped once and for all"
     tier.close()
 
 

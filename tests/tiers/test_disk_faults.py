@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -265,9 +266,32 @@ def test_a_buffer_that_is_not_aligned_is_our_own_mistake(
     tier.close()
 
 
-def test_close_waits_for_calls_and_later_ones_say_so(directory: Path, buffer: FrameBuffer) -> None:
-    tier = open_disk(directory)
-    put(tier, buffer, range(1))
-    tier.close()
+def test_close_waits_for_a_write_that_makes_a_segment(directory: Path, buffer: FrameBuffer) -> None:
+    """Else it would write into a descriptor that somebody else has by then."""
+
+    class Slow(Files):
+        making, go_on = threading.Event(), threading.Event()
+
+        def create(self, path: str, nbytes: int) -> int:
+            self.making.set()
+            assert self.go_on.wait(30)
+            return super().create(path, nbytes)
+
+    files = Slow()
+    tier = open_disk(directory, files)
+    frame = buffer.fill(key_of(1), 20_000)
+    writer = threading.Thread(target=tier.write, args=frame)
+    closer = threading.Thread(target=tier.close)
+    writer.start()
+    assert files.making.wait(30)
+    closer.start()
+    closer.join(0.2)
+    assert closer.is_alive()
+    files.go_on.set()
+    closer.join(30)
+    writer.join(30)
     with pytest.raises(TierError, match="closed"):
         tier.flush()
+    tier = open_disk(directory)
+    assert held(tier, FrameBuffer(MIB), [key_of(1)]) == [key_of(1)]
+    tier.close()

@@ -7,6 +7,7 @@ are checked once, because the order in which one write's pages reach the file is
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, field
 
@@ -75,15 +76,19 @@ def _read_entries(files: Files, segment: Segment, found: Recovered) -> None:
     elif segment.load_footer(files):
         return
     entries, end = Entries(), 1
-    torn = 0
+    torn = []
     for frame in segment.scan(files):
         end = frame.page + frame.pages
         if frame.fault:
-            torn += 1
+            torn.append(frame.page)
         else:
             entries.add(frame.header.key, frame.page, frame.pages)
     segment.adopt(entries, end)
     found.scanned += 1
-    found.torn += torn
+    found.torn += len(torn)
     if torn:
-        log.warning("%s: %d unfinished or damaged frames dropped", segment.path, torn)
+        log.warning("%s: %d unfinished or damaged frames dropped", segment.path, len(torn))
+    for page in torn:
+        # So that the next scan does not meet them again.
+        with contextlib.suppress(OSError):
+            segment.kill(files, page)

@@ -71,6 +71,7 @@ class DiskTier(Tier):
         self._lock = self._table.lock
         self._changed = self._table.changed
         self._writing: set[Key] = set()
+        self._clearing = 0
         self._closed = False
         self._counts = dict.fromkeys(("reads", "writes", "read_bytes", "write_bytes", "faults"), 0)
         self._syncer = Syncer(self._sync_segment)
@@ -134,17 +135,17 @@ class DiskTier(Tier):
             if isinstance(error, OSError):
                 raise self._judged(error) from error
             raise
-        written = False
+        written, mark = False, 0
         try:
             views = [self._bound(header, segment.salt(page)), payload]
             self._check_aligned(views)
             self._files.write_at(segment.fd, views, page * PAGE)
             written = True
+            mark = self._syncer.wrote(segment, pages * PAGE)
         except OSError as error:
             raise self._judged(error) from error
         finally:
             self._publish(key, segment, page, pages, written=written)
-        mark = self._syncer.wrote(segment, pages * PAGE)
         if self._durable:
             self._syncer.wait(mark)
 
@@ -175,7 +176,13 @@ class DiskTier(Tier):
     def clear(self) -> None:
         with self._lock:
             self._check_open()
-        self._table.clear()
+            self._clearing += 1
+        try:
+            self._table.clear()
+        finally:
+            with self._lock:
+                self._clearing -= 1
+                self._changed.notify_all()
 
     def flush(self) -> None:
         with self._lock:
@@ -190,7 +197,7 @@ class DiskTier(Tier):
             if self._closed:
                 return
             self._closed = True
-            quiet = self._changed.wait_for(lambda: not self._table.busy(), CLOSE_WAIT_S)
+            quiet = self._changed.wait_for(self._is_quiet, CLOSE_WAIT_S)
         if not quiet:
             log.error("%s: calls are still under way; closing without them", self.name)
         self._syncer.stop()
@@ -199,6 +206,10 @@ class DiskTier(Tier):
         self._directory_lock.release()
 
     # ------------------------------------------------------------------ parts of them
+
+    def _is_quiet(self) -> bool:
+        """Whether no call uses the table; the lock is held."""
+        return not (self._writing or self._clearing or self._table.busy())
 
     def _claim(self, key: Key) -> bool:
         """Become the one writer of a key; False when it is held already."""
