@@ -8,8 +8,10 @@ is reported as arrived.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvstore import codecs, frame
 from kvstore.blocks import DTYPE_BYTES, Key
@@ -21,7 +23,13 @@ from kvstore.tiers.plans import Landing
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 IDENTITY = "identity"
+
+_checking: set[tuple[int, Key]] = set()
+"""(id of a tier, key) of each block that somebody reads again before deleting it."""
+_checking_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +67,9 @@ def read_block(
     direct: the tier keeps blocks as they are, so read the payload straight into the slot.
     Never raises for a fault of the tier: the answer says what happened.
     """
-    target = slot if direct else staging.payload
-    try:
+
+    def fetch() -> Moved:
+        target = slot if direct else staging.payload
         length = tier.read(key, staging.header, target)
         if length == 0:
             return Moved(Landing.MISSING, reason="missing")
@@ -72,12 +81,58 @@ def read_block(
             target = staging.payload
         unpack_block(header, target[:length], slot)
         return Moved(Landing.ARRIVED, length + PAGE_BYTES)
+
+    try:
+        return _whole(tier, key, fetch)
     except FrameInvalid as error:
-        log.warning("%s: a damaged block is forgotten: %s", tier.name, error)
-        delete_quietly(tier, [key])
         return Moved(Landing.CORRUPT, reason=str(error))
     except Exception as error:
         return Moved(Landing.UNAVAILABLE, reason=_reason(tier, error))
+
+
+def read_frame(tier: Tier, key: Key, header: memoryview, payload: memoryview) -> int:
+    """A frame as the tier keeps it, its stored bytes verified; payload bytes, 0 for a miss.
+
+    Raises FrameInvalid for a damaged one, and what the tier raises.
+    """
+
+    def fetch() -> int:
+        length = tier.read(key, header, payload)
+        if length:
+            frame.verify_stored(frame.parse_header(header, key), payload[:length])
+        return length
+
+    return _whole(tier, key, fetch)
+
+
+def _whole(tier: Tier, key: Key, fetch: Callable[[], T]) -> T:
+    """What `fetch` reads. A damaged block is deleted if it is damaged when read again too.
+
+    A tier deletes by key, not what was read: whoever read the damaged block before another reader
+    deleted it would delete the good one that was written since. So a deleter reads again first,
+    and one at a time for each key: a key is not written anew before it is deleted. (Unless the
+    tier evicts it just then; that good block is lost, which is a miss.)
+
+    Raises FrameInvalid when the first read was damaged, so that it is counted, and what the tier
+    raises.
+    """
+    try:
+        return fetch()
+    except FrameInvalid as error:
+        log.warning("%s: a damaged block: %s", tier.name, error)
+        checked = (id(tier), key)
+        with _checking_lock:
+            if checked in _checking:
+                raise
+            _checking.add(checked)
+        try:
+            fetch()
+        except FrameInvalid:
+            _delete_quietly(tier, key)
+        finally:
+            with _checking_lock:
+                _checking.discard(checked)
+        raise
 
 
 def unpack_block(header: FrameHeader, payload: memoryview, slot: memoryview) -> None:
@@ -143,12 +198,12 @@ def write_block(
         return Moved(Landing.UNAVAILABLE, reason=_reason(tier, error))
 
 
-def delete_quietly(tier: Tier, keys: Sequence[Key]) -> None:
+def _delete_quietly(tier: Tier, key: Key) -> None:
     """Delete what was found damaged; a tier that cannot is only logged: it is never trusted."""
     try:
-        tier.delete(keys)
+        tier.delete([key])
     except Exception as error:
-        log.warning("%s: cannot delete %d damaged blocks: %s", tier.name, len(keys), error)
+        log.warning("%s: cannot delete a damaged block: %s", tier.name, error)
 
 
 def contained(tier: Tier, keys: Sequence[Key]) -> list[bool]:

@@ -209,14 +209,10 @@ class Store:
                 self.brain.release(WORKERS, [slot])
         for tier in self._tiers:
             try:
-                length = tier.read(key, header, payload)
+                length = movers.read_frame(tier, key, header, payload)
                 if length:
-                    frame.verify_stored(frame.parse_header(header, key), payload[:length])
                     self.count_hits(tier.name, 1)
                     return length
-            except FrameInvalid as error:
-                log.warning("%s: a damaged block is forgotten: %s", tier.name, error)
-                movers.delete_quietly(tier, [key])
             except Exception as error:
                 log.warning("%s: read failed: %s", tier.name, error)
         return 0
@@ -225,7 +221,9 @@ class Store:
         """Take a frame into L2 like a save; False when the block is held or on its way already.
 
         Raises:
-            FrameInvalid: it is damaged, of another key, or no block of a known namespace.
+            FrameInvalid: it is damaged, of another key, or of another size than its namespace's
+                blocks. Before a session has told that size any that fits a slot is taken, for
+                clients that speak HTTP only; a session then has what is of no use to it replaced.
             TierFull: no slot is free.
         """
         parsed = frame.parse_header(header, key)
@@ -305,6 +303,8 @@ class Store:
             if self._closing:
                 return
             self._closing = True
+            # Engines may still copy from slots whose leases end here; nobody may fill those anew.
+            self.brain.freeze()
             sessions = list(self._sessions.values())
         for session in sessions:
             session.close()
@@ -358,12 +358,11 @@ class Store:
             self.brain.places.forget(flight.tier, [flight.key])
         lower = None if self._closing else self.finder.next_source(flight)
         with self.brain.lock:
-            if lower is not None:
-                self.brain.redirect(flight, lower)
-            else:
+            goes_on = lower is not None and self.brain.redirect(flight, lower)
+            if not goes_on:
                 for waiter in self.brain.fail(flight):
                     waiter.owner.cut(waiter.index, f"{name}: {moved.reason}")
-        if lower is not None:
+        if goes_on:
             self._fly(flight)
 
     def _written(self, spill: Spill, moved: Moved) -> None:

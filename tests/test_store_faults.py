@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from store_rig import (
     OTHER_SPACE,
@@ -26,7 +28,7 @@ from store_rig import (
 from kvstore import frame
 from kvstore.blocks import Key
 from kvstore.session import Session
-from kvstore.store import CLOSE_WAIT_S
+from kvstore.store import CLOSE_WAIT_S, Store
 from kvstore.testing.faults import Fault, FaultyTier, always, in_turn
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.policies.write import write_policy
@@ -59,7 +61,8 @@ def test_damage_is_a_miss_counted_and_deleted(fault: Fault, verb: str, codec: st
         session = store.session(SPACE)
         save(session, hashes(3))
         spill_to_tiers(store)
-        tier.schedule = in_turn([None, fault]) if verb == "read" else None
+        bad = key_of(session, hashes(3)[1])
+        tier.schedule = lambda call, keys: fault if (call, keys) == (verb, [bad]) else None
         assert len(loaded_tiers(session, hashes(3))) < 3
         until(lambda: store.stats()["l2"]["flights"] == 0)
         stats = store.stats()["tiers"]["memory"]
@@ -73,6 +76,86 @@ def test_damage_is_a_miss_counted_and_deleted(fault: Fault, verb: str, codec: st
             spill_to_tiers(store)
             tiers = loaded_tiers(session, hashes(3))
         assert tiers == ["memory"] * 3
+
+
+def test_damage_on_the_way_is_a_miss_counted_and_not_deleted() -> None:
+    tier = FaultyTier(MemoryTier())
+    with make_store(tier) as store:
+        session = store.session(SPACE)
+        save(session, hashes(3))
+        spill_to_tiers(store)
+        tier.schedule = in_turn([None, Fault.CORRUPTED])
+        assert len(loaded_tiers(session, hashes(3))) < 3
+        until(lambda: store.stats()["l2"]["flights"] == 0)
+        stats = store.stats()["tiers"]["memory"]
+        assert (stats["checksum_failures"], stats["blocks"]) == (1, 3)
+        assert len(loaded_tiers(session, hashes(3))) == 3
+
+
+class WatchedTier(MemoryTier):
+    """Calls each of `then` once, after a read and before its reader sees what it read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.then: list[Callable[[], None]] = []
+
+    def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
+        length = super().read(key, header, payload)
+        if self.then:
+            self.then.pop(0)()
+        return length
+
+
+def read_as_http(store: Store, key: Key) -> int:
+    return store.read_frame(
+        key, frame.aligned_buffer(4096), frame.aligned_buffer(store.payload_bytes)
+    )
+
+
+@pytest.mark.parametrize("reader", ["session", "http"])
+def test_a_slow_reader_of_damage_does_not_delete_what_was_written_since(reader: str) -> None:
+    tier = WatchedTier()
+    with make_store(tier) as store:
+        session = store.session(SPACE)
+        (name,) = hashes(1)
+        key = key_of(session, name)
+        good = content(key, SPACE.block_bytes)
+        put(tier, key, key._replace(tenant="other"), good)
+
+        def deleted_and_written_anew() -> None:
+            assert read_as_http(store, key) == 0
+            assert tier.contains([key]) == [False]
+            put(tier, key, key, good)
+
+        tier.then = [deleted_and_written_anew]
+        if reader == "session":
+            ticket = load(session, [name])
+            session.release(ticket)
+        else:
+            assert read_as_http(store, key) == 0
+        assert tier.then == []
+        assert tier.contains([key]) == [True]
+        assert loaded_tiers(session, [name]) == ["memory"]
+
+
+def test_damage_is_deleted_by_one_reader_at_a_time() -> None:
+    """Else one could delete what was written after the other's delete."""
+    tier = WatchedTier()
+    with make_store(tier) as store:
+        key = key_of(store.session(SPACE), hashes(1)[0])
+        block = content(key, SPACE.block_bytes)
+        put(tier, key, key._replace(tenant="other"), block)
+        held: list[bool] = []
+
+        def read_by_another() -> None:
+            assert read_as_http(store, key) == 0
+            held.extend(tier.contains([key]))
+
+        # After the deleter's second read.
+        tier.then = [lambda: None, read_by_another]
+        assert read_as_http(store, key) == 0
+        assert held == [True]
+        assert tier.contains([key]) == [False]
 
 
 @pytest.mark.parametrize("where", ["tenant", "namespace", "hash", "size", "codec"])
