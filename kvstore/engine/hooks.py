@@ -80,9 +80,7 @@ class KVHooks(Protocol):
         """
         ...
 
-    def load(
-        self, request_id: str, pages: Sequence[int], blocks: int
-    ) -> None:
+    def load(self, request_id: str, pages: Sequence[int], blocks: int) -> None:
         """Copy the first `blocks` blocks of the last HIT into pages.
 
         pages: blocks * pages_per_block page ids in token order; -1: leave this page out (the
@@ -90,9 +88,7 @@ class KVHooks(Protocol):
         """
         ...
 
-    def save(
-        self, request_id: str, hashes: Sequence[bytes], pages: Sequence[int]
-    ) -> int:
+    def save(self, request_id: str, hashes: Sequence[bytes], pages: Sequence[int]) -> int:
         """Offer full blocks. pages: pages_per_block ids for each hash. Returns the save_id."""
         ...
 
