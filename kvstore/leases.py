@@ -16,6 +16,7 @@ import errno
 import logging
 import mmap
 import os
+from collections.abc import Callable
 from typing import Final
 
 from kvstore.errors import ConfigError
@@ -27,6 +28,7 @@ PAGE_BYTES: Final = 4096
 MEMORY_HEADROOM: Final = 0.95
 """Share of the available memory that a slab may take; the rest is for everybody's small needs."""
 _MFD_HUGETLB: Final = 0x0004
+_MADV_POPULATE_WRITE: Final = 23
 _HUGE_PAGE_BYTES: Final = 2 << 20
 
 
@@ -39,16 +41,18 @@ class Slab:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.nbytes = slots * slot_bytes
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        self._map = mmap.mmap(fd, self.nbytes, flags=flags)
+        # Not populated by mmap, which holds the interpreter's lock: a redial would stop the engine.
+        self._map = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED)
         self._view = memoryview(self._map)
         anchor = ctypes.c_char.from_buffer(self._map)
         self.address: int = ctypes.addressof(anchor)
         """Where the slab lies in this process."""
         del anchor
+        _populate(self.address, self.nbytes)
         self.locked = _lock(self.address, self.nbytes)
         """Whether its pages are locked in memory."""
         self._closed = False
+        self._before_unmapping: list[Callable[[], None]] = []
 
     @classmethod
     def create(
@@ -110,11 +114,18 @@ class Slab:
         start = slot * self.slot_bytes
         return self._view[start : start + self.slot_bytes]
 
+    def before_unmapping(self, call: Callable[[], None]) -> None:
+        """Have `call` called by `close`, in its thread, while the memory is still mapped: for who
+        gave the addresses to a device."""
+        self._before_unmapping.append(call)
+
     def close(self) -> None:
         """Let go of the memory. Views still held elsewhere keep it mapped until they go."""
         if self._closed:
             return
         self._closed = True
+        for call in self._before_unmapping:
+            call()
         self._view.release()
         try:
             self._map.close()
@@ -175,6 +186,13 @@ def _too_large(nbytes: int, room: int | None, directory: str | None, huge_pages:
             "(docker: --memory; --shm-size when the slab is put into /dev/shm)"
         )
     return f"a slab of {format_bytes(nbytes)} does not fit{where}{have}; {how}"
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Fill in the page tables; a kernel without this call (before 5.14) does so at first touch."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) != 0:
+        log.info("slab not populated: %s", os.strerror(ctypes.get_errno()))
 
 
 def _lock(address: int, nbytes: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstore.engine.pages import PagePool
+from kvstore.engine.pages import PagePool, useful_tokens
 from kvstore.engine.radix import RadixCache
 from kvstore.engine.request import Job
 
@@ -31,8 +31,8 @@ class PrefixCache:
         return self.pool.free + self.tree.evictable_pages
 
     def useful_tokens(self, job: Job) -> int:
-        """How many leading tokens a hit may spare: whole pages, and the last is computed."""
-        return (job.length - 1) // self.page_tokens * self.page_tokens
+        """How many leading tokens of a job a hit may spare; see `pages.useful_tokens`."""
+        return useful_tokens(job.length, self.page_tokens)
 
     def missing_pages(self, job: Job, tokens: int) -> int:
         """Pages the job lacks to hold KV of its first `tokens` tokens."""
