@@ -253,3 +253,37 @@ def test_a_deletion_holds_in_a_sealed_segment(
         assert tier.contains(keys[:4]) == [False, False, False, True]
         assert sorted(tier.keys()) == sorted(keys[3:])
         tier.close()
+
+
+@pytest.mark.parametrize("header_stays", [False, True])
+def test_a_deletion_holds_when_its_segment_is_appended_to_again(
+    directory: Path, tmp_path: Path, buffer: FrameBuffer, header_stays: bool
+) -> None:
+    """header_stays: a kill came between the deletion mark and the frame's header."""
+
+    class Killed(Files):
+        def write_at(self, fd: int, views: list[memoryview], offset: int) -> None:
+            if not header_stays or offset != 6 * 4096 + 4096:
+                super().write_at(fd, views, offset)
+
+    tier = open_disk(directory, segment=MIB)
+    keys = put(tier, buffer, range(3))
+    tier.close()
+    # Segments of another size are not appended to: their footer stays, and takes the mark.
+    tier = open_disk(directory, Killed(), segment=2 * MIB)
+    tier.delete(keys[1:2])
+    tier.close()
+    tier = open_disk(directory, segment=MIB)
+    copy = left_by_a_kill(directory, tmp_path / "copy")
+    tier.close()
+    for place in (directory, copy):
+        for _ in range(2):
+            tier = open_disk(place, segment=MIB)
+            assert held(tier, buffer, keys) == [keys[0], keys[2]]
+            tier.close()
+    tier = open_disk(directory, segment=MIB)
+    put(tier, buffer, range(1, 2))
+    tier.close()
+    tier = open_disk(directory, segment=MIB)
+    assert held(tier, buffer, keys) == keys
+    tier.close()

@@ -28,6 +28,7 @@ from kvstore.frame import aligned_buffer
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import disk
 from kvstore.tiers.disk.files import Files
+from kvstore.tiers.disk.verify import verify
 
 
 @pytest.fixture
@@ -179,8 +180,31 @@ def test_durable_writes_wait_for_the_disk(directory: Path, buffer: FrameBuffer) 
     files.failing = {"sync": errno.EIO}
     with pytest.raises(TierUnavailable, match="could not sync"):
         put(tier, buffer, range(1, 2))
+    assert tier.contains([key_of(1)]) == [False], "a second write would be acknowledged at once"
     files.failing = {}
-    put(tier, buffer, range(2, 3))
+    keys = put(tier, buffer, range(3))
+    assert len(segment_files(directory)) == 2, "nothing more is trusted to the one that failed"
+    tier.close()
+    tier = open_disk(directory)
+    assert held(tier, buffer, keys) == keys
+    tier.close()
+
+
+def test_a_disk_that_never_syncs_does_not_cost_what_it_holds(
+    directory: Path, buffer: FrameBuffer
+) -> None:
+    files = FaultyFiles()
+    tier = open_disk(directory, files, durable=True, segment=MIB)
+    put(tier, buffer, range(400))
+    before = int(tier.stats()["blocks"])
+    files.failing = {"sync": errno.EIO}
+    for number in range(1000, 1020):
+        with pytest.raises(TierUnavailable):
+            put(tier, buffer, range(number, number + 1))
+    assert int(tier.stats()["blocks"]) > before - 2 * MIB // 20_000
+    files.failing = {}
+    keys = put(tier, buffer, range(1000, 1020))
+    assert held(tier, buffer, keys) == keys
     tier.close()
 
 
@@ -193,9 +217,107 @@ def test_flush_says_when_the_disk_could_not(directory: Path, buffer: FrameBuffer
     with pytest.raises(TierUnavailable, match="could not sync"):
         tier.flush()
     files.failing = {}
-    put(tier, buffer, range(2, 3))
+    keys = put(tier, buffer, range(3))
+    # The kernel has dropped what it could not write; a sync that goes well now says nothing of it.
+    with pytest.raises(TierUnavailable, match="could not sync"):
+        tier.flush()
+    assert held(tier, buffer, keys) == keys
+    tier.close()
+    assert verify(str(directory)).segments_unsealed == 1
+    tier = open_disk(directory)
+    assert held(tier, buffer, keys) == keys
     tier.flush()
     tier.close()
+
+
+def test_flush_is_right_again_when_the_segment_that_failed_is_gone(
+    directory: Path, buffer: FrameBuffer
+) -> None:
+    files = FaultyFiles()
+    tier = open_disk(directory, files)
+    files.failing = {"sync": errno.EIO}
+    put(tier, buffer, range(1))
+    with pytest.raises(TierUnavailable, match="could not sync"):
+        tier.flush()
+    files.failing = {}
+    tier.clear()
+    put(tier, buffer, range(1))
+    tier.flush()
+    tier.close()
+
+
+def test_a_failed_sync_at_sealing_is_told_by_flush(directory: Path, buffer: FrameBuffer) -> None:
+    """Whoever syncs first is told of a failure, and nobody else."""
+    files = FaultyFiles()
+    tier = open_disk(directory, files, segment=MIB)
+    put(tier, buffer, range(1))
+    tier.flush()
+    files.failing = {"sync": errno.EIO}
+    while len(segment_files(directory)) < 2:
+        put(tier, buffer, range(int(tier.stats()["blocks"]), int(tier.stats()["blocks"]) + 1))
+    files.failing = {}
+    with pytest.raises(TierUnavailable, match="could not sync"):
+        tier.flush()
+    tier.close()
+
+
+@pytest.mark.parametrize("clear", [True, False])
+def test_a_segment_that_cannot_be_made_leaves_the_others_to_be_reclaimed(
+    directory: Path, buffer: FrameBuffer, clear: bool
+) -> None:
+    class Full(Files):
+        failing = 0
+
+        def create(self, path: str, nbytes: int) -> int:
+            if self.failing:
+                self.failing -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().create(path, nbytes)
+
+    files = Full()
+    tier = open_disk(directory, files, capacity=4 * MIB, segment=MIB)
+    number = 0
+    for _ in range(6):
+        files.failing = 1
+        while files.failing:
+            number += 1
+            try:
+                put(tier, buffer, range(number, number + 1), 200_000)
+            except TierUnavailable:
+                break
+        assert not files.failing, "the roll never came"
+        if clear:
+            tier.clear()
+            assert file_bytes(directory) == tier.stats()["bytes_used"]
+    keys = put(tier, buffer, range(1000, 1030), 200_000)
+    assert held(tier, buffer, keys[-8:]) == keys[-8:]
+    tier.close()
+    assert verify(str(directory)).segments_unsealed == 0
+
+
+def test_a_hung_write_keeps_the_directory_from_others(directory: Path, buffer: FrameBuffer) -> None:
+    """It may still land, in files that another process would have recovered by then."""
+
+    class Hung(Files):
+        hanging, go_on = threading.Event(), threading.Event()
+
+        def write_at(self, fd: int, views: list[memoryview], offset: int) -> None:
+            if len(views) > 1:
+                self.hanging.set()
+                assert self.go_on.wait(60)
+            super().write_at(fd, views, offset)
+
+    files = Hung()
+    tier = disk.DiskTier(str(directory), 8 * MIB, MIB, files=files, close_wait_s=0.05)
+    writer = threading.Thread(target=tier.write, args=buffer.fill(key_of(1), 20_000))
+    writer.start()
+    assert files.hanging.wait(30)
+    tier.close()
+    with pytest.raises(ConfigError, match="in use"):
+        open_disk(directory)
+    files.go_on.set()
+    writer.join(30)
+    assert not writer.is_alive()
 
 
 @pytest.mark.parametrize("refused_at", ["open", "io"])

@@ -43,7 +43,8 @@ class Config(Section):
     direct: bool = True
     """Bypass the page cache (O_DIRECT) where the file system allows it."""
     durable: bool = False
-    """A write returns only when power loss cannot undo it (fdatasync, in groups)."""
+    """A write returns, and readers see it, only when power loss cannot undo it (fdatasync, in
+    groups)."""
 
 
 def segment_bytes_for(config: Config) -> int:

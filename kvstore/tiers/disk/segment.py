@@ -14,6 +14,7 @@ it is written by `seal` and cleared by `reopen`.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
@@ -107,12 +108,17 @@ class Segment:
         self.killed: set[int] = set()
         """Pages of frames deleted from an unsealed segment."""
         self.file_lock = threading.Lock()
-        """Held while the footer or a deletion is written; taken before no other lock."""
+        """Held while the footer or a deletion is written; only `_sync_lock` is taken inside."""
+        self.sync_fault = ""
+        """Why a sync failed; it stays, and the segment takes no more frames."""
+        self._sync_lock = threading.Lock()
 
     # ------------------------------------------------------------------ room
 
     def reserve(self, key: Key, pages: int) -> int:
         """Take `pages` pages for a frame; its first page, or 0 when there is no room."""
+        if self.sync_fault:
+            return 0
         footer = self.footer_bytes + entry_bytes(key) + 1
         if (self.next_page + pages) * PAGE + footer > self.nbytes:
             return 0
@@ -131,13 +137,17 @@ class Segment:
     # ------------------------------------------------------------------ file
 
     @classmethod
-    def create(cls, files: Files, directory: str, number: int, nbytes: int) -> Segment:
-        """A new, empty, fully allocated segment. Raises OSError."""
+    def create(
+        cls, files: Files, directory: str, number: int, nbytes: int, *, sync: bool = False
+    ) -> Segment:
+        """A new, empty, fully allocated segment, synced if `sync`. Raises OSError."""
         path = os.path.join(directory, f"{number:012d}{SUFFIX}")
         fd = files.create(path, nbytes)
         segment = cls(path, fd, number, nbytes, os.urandom(SECRET_BYTES))
         try:
             segment._write_header(files)
+            if sync:
+                segment.sync(files)
             files.sync_directory(directory)
         except BaseException:
             files.close(fd)
@@ -168,6 +178,22 @@ class Segment:
         page = _page(_HEADER, _HEADER_MAGIC, self.number, self.nbytes, self.secret)
         files.write_at(self.fd, [page], 0)
 
+    def sync(self, files: Files) -> None:
+        """Return when every frame written is on stable storage. Raises OSError, and from then on.
+
+        A failed fdatasync has dropped pages that the next one knows nothing of, and it tells only
+        one of those who wait at the same time: so they take turns, and one failure is for good.
+        Frames stay readable, as far as their checksums hold.
+        """
+        with self._sync_lock:
+            if self.sync_fault:
+                raise OSError(errno.EIO, f"an earlier sync failed: {self.sync_fault}")
+            try:
+                files.sync(self.fd)
+            except OSError as error:
+                self.sync_fault = str(error)
+                raise
+
     def seal(self, files: Files) -> None:
         """Write the footer; every frame before it is on stable storage first. Raises OSError.
 
@@ -182,14 +208,14 @@ class Segment:
         marks = bytearray(len(self.entries))
         body_page = (self.nbytes - padded(len(body)) - padded(len(marks))) // PAGE - 1
         assert body_page >= self.next_page, "a footer over frames"
-        files.sync(self.fd)
+        self.sync(files)
         buffer = aligned_buffer(padded(len(body)) + padded(len(marks)) or PAGE)
         buffer[: len(body)] = body
         files.write_at(self.fd, [buffer], body_page * PAGE)
         where = (body_page, len(body), checksum(body), len(marks), self.next_page)
         trailer = _page(_TRAILER, _TRAILER_MAGIC, self.number, self.nbytes, self.secret, *where)
         files.write_at(self.fd, [trailer], self.nbytes - PAGE)
-        files.sync(self.fd)
+        self.sync(files)
         self.marks, self.marks_page = marks, body_page + padded(len(body)) // PAGE
         self.killed.clear()
         self.sealed = True
@@ -230,9 +256,19 @@ class Segment:
         self.entries, self.next_page = entries, next_page
 
     def reopen(self, files: Files) -> None:
-        """Make ready for appending, sealed or not. Raises OSError."""
-        files.write_at(self.fd, [aligned_buffer(PAGE)], self.nbytes - PAGE)
+        """Make ready for appending, sealed or not; deleted blocks are left out. Raises OSError.
+
+        Their marks go with the footer. From then on their headers tell, which are cleared here
+        once more: a kill may have come between a mark and its header.
+        """
+        marked = zip(self.entries.page_of, self.marks, strict=self.sealed)
+        deleted = {page for page, mark in marked if mark}
+        zeros = aligned_buffer(PAGE)
+        for page in deleted:
+            files.write_at(self.fd, [zeros], page * PAGE)
+        files.write_at(self.fd, [zeros], self.nbytes - PAGE)
         self.sealed, self.marks, self.marks_page = False, bytearray(), 0
+        self.entries = self.entries.in_page_order(without=deleted)
         self.names = set(self.entries.names)
         self.footer_bytes = _FIXED_FOOTER_BYTES + len(self.entries.pack()) + len(self.entries)
 

@@ -27,7 +27,7 @@ WAIT_LIMIT_S = 60.0
 class Syncer:
     """Syncs segments on a thread of its own.
 
-    sync: fdatasync of one segment; does nothing for one that is gone. Raises OSError.
+    sync: `Segment.sync` of one; does nothing for one that is gone. Raises OSError.
     """
 
     def __init__(self, sync: Callable[[Segment], None]) -> None:
@@ -38,9 +38,6 @@ class Syncer:
         """Writes ever; a mark is a value of this count."""
         self._synced = 0
         """Every write up to this mark has been through a round."""
-        self._failed = 0
-        """Mark of the last round that failed, and why."""
-        self._fault = ""
         self._dirty_bytes = 0
         self._urgent = False
         self._stopping = False
@@ -58,9 +55,10 @@ class Syncer:
             return self._written
 
     def wait(self, mark: int | None = None) -> None:
-        """Return when every write up to `mark` (default: until now) is on stable storage.
+        """Return when a sync of every write up to `mark` (default: until now) has ended.
 
-        Raises TierUnavailable when its sync failed, or does not end.
+        Whether it went well is told by the segments' `sync_fault`. Raises TierUnavailable when it
+        does not end.
         """
         with self._changed:
             if mark is None:
@@ -70,15 +68,14 @@ class Syncer:
             ended = self._changed.wait_for(lambda: self._synced >= mark, WAIT_LIMIT_S)
             if not ended:
                 raise TierUnavailable(f"the disk did not sync within {WAIT_LIMIT_S:.0f} s")
-            if self._failed >= mark > 0:
-                raise TierUnavailable(f"the disk could not sync: {self._fault}")
 
-    def stop(self) -> None:
-        """One last round, then the thread ends."""
+    def stop(self) -> bool:
+        """One last round, then the thread ends; False when it hangs in a sync."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join(WAIT_LIMIT_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:
@@ -90,22 +87,17 @@ class Syncer:
                 )
                 dirty, self._dirty, self._dirty_bytes = self._dirty, set(), 0
                 mark, stopping, self._urgent = self._written, self._stopping, False
-            fault = self._round(dirty)
+            self._round(dirty)
             with self._changed:
                 self._synced = mark
-                if fault:
-                    self._failed, self._fault = mark, fault
                 self._changed.notify_all()
             if stopping:
                 return
 
-    def _round(self, dirty: set[Segment]) -> str:
-        """Sync these segments; what failed, or empty."""
-        fault = ""
+    def _round(self, dirty: set[Segment]) -> None:
+        """Sync these segments; each remembers its failure itself."""
         for segment in dirty:
             try:
                 self._sync(segment)
             except OSError as error:
-                fault = str(error)
-                log.error("fdatasync of %s failed: %s", segment.path, error)
-        return fault
+                log.error("%s may not be on stable storage: %s", segment.path, error)

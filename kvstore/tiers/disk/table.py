@@ -78,6 +78,12 @@ class Table:
         self.index.put(key, pack_place(segment.slot, page, pages))
         self._touch(segment)
 
+    def sync_fault(self) -> str:
+        """Why a segment of the table may not be on stable storage; empty when none failed."""
+        with self.lock:
+            faults = (segment.sync_fault for segment in self._segments.values())
+            return next(filter(None, faults), "")
+
     def busy(self) -> bool:
         """Whether any call holds a segment. The caller holds the lock."""
         return self._held > 0
@@ -134,14 +140,17 @@ class Table:
         taken = self._take(key, pages)
         retired = None
         if taken is None:
-            with self._roll_lock:
-                taken = self._take(key, pages)
-                if taken is None:
-                    retired = self._retire()
-                    self._add_segment()
+            try:
+                with self._roll_lock:
                     taken = self._take(key, pages)
-            if retired is not None:
-                self._seal(retired)
+                    if taken is None:
+                        retired = self._retire()
+                        self._add_segment()
+                        taken = self._take(key, pages)
+            finally:
+                # Also when no segment could be made: one that is never sealed is never a victim.
+                if retired is not None:
+                    self._seal(retired)
         assert taken is not None, "a frame larger than a new segment"
         return taken
 
@@ -192,11 +201,18 @@ class Table:
 
     def _add_segment(self) -> None:
         """Make a new active segment, reclaiming others for it; under the roll lock."""
+        # After a failed sync a new segment proves at its birth that the disk syncs again. Else a
+        # disk that never does would be given one segment after another, each for another's blocks.
+        proven = bool(self.sync_fault())
         while True:
             self._make_room()
             try:
                 segment = Segment.create(
-                    self._files, self._directory, self._next_number, self._segment_bytes
+                    self._files,
+                    self._directory,
+                    self._next_number,
+                    self._segment_bytes,
+                    sync=proven,
                 )
             except OSError as error:
                 with self.lock:

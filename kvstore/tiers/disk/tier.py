@@ -53,6 +53,7 @@ class DiskTier(Tier):
         durable: bool = False,
         files: Files | None = None,
         name: str = "disk",
+        close_wait_s: float = CLOSE_WAIT_S,
     ) -> None:
         """capacity_bytes: most bytes of all files together. segment_bytes: of each new one.
 
@@ -61,6 +62,7 @@ class DiskTier(Tier):
         self.name = name
         self._files = files or Files()
         self._durable = durable
+        self._close_wait_s = close_wait_s
         self._scratch = Pages()
         self._directory_lock = DirectoryLock(directory)
         try:
@@ -135,19 +137,20 @@ class DiskTier(Tier):
             if isinstance(error, OSError):
                 raise self._judged(error) from error
             raise
-        written, mark = False, 0
+        written = False
         try:
             views = [self._bound(header, segment.salt(page)), payload]
             self._check_aligned(views)
             self._files.write_at(segment.fd, views, page * PAGE)
-            written = True
             mark = self._syncer.wrote(segment, pages * PAGE)
+            if self._durable:
+                self._syncer.wait(mark)
+                self._check_synced(segment.sync_fault)
+            written = True
         except OSError as error:
             raise self._judged(error) from error
         finally:
             self._publish(key, segment, page, pages, written=written)
-        if self._durable:
-            self._syncer.wait(mark)
 
     def delete(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -188,6 +191,7 @@ class DiskTier(Tier):
         with self._lock:
             self._check_open()
         self._syncer.wait()
+        self._check_synced(self._table.sync_fault())
 
     def stats(self) -> dict[str, int | float | str]:
         return {**self._table.stats(), **self._counts, "direct": int(self._files.direct)}
@@ -197,13 +201,17 @@ class DiskTier(Tier):
             if self._closed:
                 return
             self._closed = True
-            quiet = self._changed.wait_for(self._is_quiet, CLOSE_WAIT_S)
-        if not quiet:
-            log.error("%s: calls are still under way; closing without them", self.name)
-        self._syncer.stop()
+            quiet = self._changed.wait_for(self._is_quiet, self._close_wait_s)
+        quiet &= self._syncer.stop()
         if quiet:
             self._table.close()
-        self._directory_lock.release()
+            self._directory_lock.release()
+        else:
+            # A write that hangs may still land: nobody else may recover these files before.
+            log.error(
+                "%s: calls are still under way; its directory is in use until this process ends",
+                self.name,
+            )
 
     # ------------------------------------------------------------------ parts of them
 
@@ -252,7 +260,7 @@ class DiskTier(Tier):
                 return
             self._table.hold(segment)
         try:
-            self._files.sync(segment.fd)
+            segment.sync(self._files)
         finally:
             self._table.drop(segment)
 
@@ -269,6 +277,10 @@ class DiskTier(Tier):
     def _check_open(self) -> None:
         if self._closed:
             raise TierError(f"tier {self.name} is closed")
+
+    def _check_synced(self, fault: str) -> None:
+        if fault:
+            raise TierUnavailable(f"the disk could not sync: {fault}")
 
     def _check_aligned(self, views: list[memoryview]) -> None:
         if self._files.direct:
