@@ -149,7 +149,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         # One run with room for everything, one that reclaims all the time.
         runs = [
-            CrashRun(Path(place) / "large", capacity=4 << 30, seed=arguments.seed),
+            CrashRun(Path(place) / "large", capacity=128 << 20, seed=arguments.seed),
             CrashRun(Path(place) / "small", capacity=16 << 20, seed=arguments.seed + 1),
         ]
         for number in range(arguments.loops):
