@@ -27,10 +27,20 @@ class Finder:
         self._workers = list(workers)
         self._remote = [w for w in workers if not w.tier.local_index]
 
-    def sources(self, keys: Sequence[Key], nbytes: int) -> list[int | None]:
-        """For each key the index of the fastest tier that has it; None for those in L2 and those
-        nobody is known to have. Touches no disk and no network."""
-        return self._sources(keys, self._brain.held(keys, nbytes))
+    def sources(self, keys: Sequence[Key], held: Sequence[bool]) -> list[int | None]:
+        """For each key the index of the fastest tier that has it; None for those that L2 holds
+        (`Brain.held`) and those nobody is known to have. Touches no disk and no network."""
+        answer: list[int | None] = [None] * len(keys)
+        missing = [i for i, in_l2 in enumerate(held) if not in_l2]
+        for index in range(len(self._workers)):
+            if not missing:
+                break
+            found = self._has(index, [keys[i] for i in missing])
+            for i, has in zip(missing, found, strict=True):
+                if has:
+                    answer[i] = index
+            missing = [i for i, has in zip(missing, found, strict=True) if not has]
+        return answer
 
     def locate(self, keys: Sequence[Key], nbytes: int) -> list[str]:
         """Names of the tiers that hold the leading run, block by block."""
@@ -40,7 +50,7 @@ class Finder:
         if not rest or not self._workers:
             return tiers
         held = self._brain.held(rest, nbytes)
-        for in_l2, source in zip(held, self._sources(rest, held), strict=True):
+        for in_l2, source in zip(held, self.sources(rest, held), strict=True):
             if in_l2:
                 tiers.append(L2)
             elif source is not None:
@@ -89,19 +99,6 @@ class Finder:
                 one_less()
         one_less()
         return True
-
-    def _sources(self, keys: Sequence[Key], held: Sequence[bool]) -> list[int | None]:
-        answer: list[int | None] = [None] * len(keys)
-        missing = [i for i, in_l2 in enumerate(held) if not in_l2]
-        for index in range(len(self._workers)):
-            if not missing:
-                break
-            found = self._has(index, [keys[i] for i in missing])
-            for i, has in zip(missing, found, strict=True):
-                if has:
-                    answer[i] = index
-            missing = [i for i, has in zip(missing, found, strict=True) if not has]
-        return answer
 
     def _has(self, index: int, keys: Sequence[Key]) -> list[bool]:
         """Whether a tier has these keys, as far as memory knows."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from kvstore.blocks import Key, Namespace
 from kvstore.finder import L2
 from kvstore.leases import Slab
-from kvstore.tiers.plans import Flight, LoadPlan, Waiter
+from kvstore.tiers.plans import MISSING, Flight, LoadPlan, Waiter
 from kvstore.verbs import Load, Match, Save, Ticket
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 TicketT = TypeVar("TicketT", bound=Ticket)
 
 CLOSED: Final = "the store is closed"
+LOAD_TRIES: Final = 2
+"""Plans made for one load: one more when a block left L2 between looking for it and leasing it."""
 MOVED_MAX: Final = 1 << 16
 """Tickets kept for a poll; of a caller that never polls, the longest waiting are let go."""
 
@@ -72,16 +74,25 @@ class Session:
         if self.closed:
             return self._ended(ticket)
         keys = self._keys(hashes)
-        sources = self._store.finder.sources(keys, self._nbytes)
-        with self._brain.lock:
-            if self.closed:
-                return self._ended(ticket)
-            book = LoadBook(self, ticket)
-            plan = self._brain.lease(self._client, keys, self._nbytes, sources, book)
-            self._books[ticket.ticket_id] = book
-            book.begin(plan)
-        self._store.count_hits(L2, len(plan.ready))
-        self._store.carry_out(plan.flights, plan.spills)
+        for left in reversed(range(LOAD_TRIES)):
+            held = self._brain.held(keys, self._nbytes)
+            sources = self._store.finder.sources(keys, held)
+            with self._brain.lock:
+                if self.closed:
+                    return self._ended(ticket)
+                book = LoadBook(self, ticket)
+                plan = self._brain.lease(self._client, keys, self._nbytes, sources, book)
+                again = left > 0 and plan.reason == MISSING and held[plan.cut_at]
+                if again:
+                    self._undo(plan)
+                else:
+                    self._books[ticket.ticket_id] = book
+                    book.begin(plan)
+            # Flights of a plan undone were cancelled with it.
+            self._store.carry_out(() if again else plan.flights, plan.spills)
+            if not again:
+                self._store.count_hits(L2, len(plan.ready))
+                break
         return ticket
 
     def save(self, hashes: Sequence[bytes]) -> Save:
@@ -190,6 +201,12 @@ class Session:
     def _probed(self, ticket: Match, keys: Sequence[Key]) -> None:
         """From a worker: every remote tier has answered."""
         self._locate(ticket, keys, probe=False)
+
+    def _undo(self, plan: LoadPlan) -> None:
+        """Under the lock: give back what a plan has leased and started."""
+        for waiter, flight in plan.waiting:
+            self._brain.leave(waiter, flight)
+        self._brain.release(self._client, [slot for _, slot in plan.ready])
 
     def _keys(self, hashes: Sequence[bytes]) -> list[Key]:
         tenant, digest = self.tenant, self._namespace.digest

@@ -310,6 +310,8 @@ class HotPath:
         For the end of the sidecar only: the slab goes with it, so no slot is used again, and what
         a client still copies falls into memory that only that client has.
         """
+        # Connections end one by one: what one gives back, none of the others may take and fill.
+        self._store.brain.freeze()
         with self._lock:
             self._stopping = True
             sockets = list(self._sockets.values())

@@ -20,15 +20,12 @@ from typing import Any, Final
 
 from kvstore.blocks import Key
 from kvstore.tiers.places import Places
-from kvstore.tiers.plans import Admission, Flight, LoadPlan, Spill, Spilled, Waiter
+from kvstore.tiers.plans import MISSING, Admission, Flight, LoadPlan, Spill, Spilled, Waiter
 from kvstore.tiers.policies.eviction import EvictionPolicy
 from kvstore.tiers.policies.write import WritePolicy
+from kvstore.tiers.queued import STALL_OFFERS, QueuedSpills
 from kvstore.tiers.slots import WORKERS, Block, SlotTable
 
-CLEAN_SHARE: Final = 8
-"""write_back keeps one slot in this many free or clean, so that a burst finds room."""
-AHEAD_MAX: Final = 128
-"""Blocks that write_back has on their way down ahead of need, at most: fewer than a queue takes."""
 AHEAD_SCAN_MAX: Final = 1024
 """Cold blocks looked at for that, at most, on any one call."""
 COUNTERS: Final = (
@@ -45,7 +42,7 @@ class Brain:
     """Tables of one slab. See the module's text.
 
     slots: of the slab. tiers: how many tiers lie below. flights_max: loads in progress at most,
-    per tier; more are cut.
+    per tier; more are cut. stall_offers: see `queued.STALL_OFFERS`.
     """
 
     def __init__(
@@ -56,6 +53,7 @@ class Brain:
         *,
         tiers: int,
         flights_max: int,
+        stall_offers: int = STALL_OFFERS,
     ) -> None:
         assert flights_max >= 0
         self.lock = threading.RLock()
@@ -68,9 +66,9 @@ class Brain:
         self._flights: dict[Key, Flight] = {}
         self._in_flight = [0] * tiers
         self._spilling = 0
-        self._queued: dict[int, list[Spill]] = {}
-        """Spills that no worker has begun, by slot."""
-        self._clean_floor = min(max(1, slots // CLEAN_SHARE), AHEAD_MAX)
+        self._frozen = False
+        self._queued = QueuedSpills(stall_offers)
+        self._clean_floor = write.clean_floor(slots)
         self._counts: Counter[str] = Counter()
 
     def add_client(self, client: int) -> None:
@@ -90,19 +88,33 @@ class Brain:
                     self.leave(waiter, flight)
             self._table.drop_client(client)
 
+    def freeze(self) -> None:
+        """From here on nobody is given a slot to fill; what is filled can still be published,
+        written and read.
+
+        For the end: leases are then taken back from engines that may still copy, and a slot that
+        came back so must not change under them.
+        """
+        with self.lock:
+            self._frozen = True
+
     # --- saves --------------------------------------------------------------------------
 
     def admit(self, client: int, keys: Sequence[Key], nbytes: int) -> Admission:
         """Offer blocks of `nbytes` bytes each; slots are granted for those that are lacking."""
         with self.lock:
             answer = Admission()
-            # What is there first, so that making room for the rest evicts it last; the first
-            # block of all last, so that a prefix outlives what follows it.
+            # What is there first, and leased meanwhile: making room for the rest of a run must not
+            # leave a hole in it. The first block of all last, so that a prefix outlives what
+            # follows it.
+            own: list[int] = []
             for key in reversed(keys):
-                block = self._table.get(key)
+                block = self._of_size(key, nbytes)
                 if block is not None:
                     answer.rejected += 1
                     if block.ready:
+                        self._table.lease(client, block)
+                        own.append(block.slot)
                         self._hit(block, answer.spills)
             for index, key in enumerate(keys):
                 if self._table.get(key) is not None:
@@ -113,6 +125,7 @@ class Brain:
                     break
                 self._table.fill(client, key, slot, nbytes)
                 answer.grants.append((index, slot))
+            self.release(client, own)
             self._spill_ahead(answer.spills)
             self._counts["admitted"] += len(answer.grants)
             self._counts["rejected"] += answer.rejected
@@ -144,10 +157,8 @@ class Brain:
     def match(self, keys: Sequence[Key], nbytes: int) -> int:
         """Length of the leading run that is READY in L2."""
         with self.lock:
-            for index, key in enumerate(keys):
-                if self._table.usable(key, nbytes) is None:
-                    return index
-            return len(keys)
+            lacks = (i for i, key in enumerate(keys) if self._table.usable(key, nbytes) is None)
+            return next(lacks, len(keys))
 
     def held(self, keys: Sequence[Key], nbytes: int) -> list[bool]:
         """For each key, whether it is READY in L2 or on its way there from a tier."""
@@ -200,12 +211,17 @@ class Brain:
             flight.started = not flight.cancelled
             return flight.started
 
-    def redirect(self, flight: Flight, tier: int) -> None:
-        """The flight goes on from another tier."""
+    def redirect(self, flight: Flight, tier: int) -> bool:
+        """The flight goes on from another tier, where no worker has begun it; False when it cannot:
+        nobody waits for it any more, or that tier has as many as it may."""
         with self.lock:
+            if not flight.waiters or self._in_flight[tier] >= self._flights_max:
+                return False
             self._in_flight[flight.tier] -= 1
             self._in_flight[tier] += 1
             flight.tier = tier
+            flight.started = False
+            return True
 
     def land(self, flight: Flight) -> tuple[list[Waiter], list[Spill]]:
         """The block is in its slot, verified: publish it and lease it to those who still wait."""
@@ -258,19 +274,24 @@ class Brain:
         """A worker begins to write; False when the spill was cancelled."""
         with self.lock:
             if not spill.cancelled:
-                self._unqueue(spill)
+                self._queued.remove(spill)
             return not spill.cancelled
 
     def spilled(self, spill: Spill, outcome: Spilled) -> None:
-        """A spill ended; its lease goes back. Once a tier has tried, L2 need not keep the block."""
+        """A spill ended; its lease goes back.
+
+        Once a tier has tried, L2 need not keep the block: one that the tier refused may leave
+        unwritten, unless it is hit before that, which asks for another try.
+        """
         with self.lock:
             assert self._table.at(spill.slot).key == spill.key, "a leased slot changed hands"
             assert not spill.cancelled, "a cancelled spill was carried out"
-            self._unqueue(spill)
+            self._queued.remove(spill)
             self._spilling -= 1
             self._counts[f"spills_{outcome.value}"] += 1
             block = self._table.release(WORKERS, spill.slot)
             if outcome is not Spilled.DROPPED:
+                self._queued.ended()
                 self._table.set_dirty(block, False)
             if outcome is not Spilled.WRITTEN:
                 block.written = False  # so that its next hit sends it again
@@ -315,13 +336,8 @@ class Brain:
             for key, flight in self._flights.items():
                 assert self._table.at(flight.slot).key == key
                 assert not flight.cancelled
-            for slot, spills in self._queued.items():
-                assert spills, "an empty list was left behind"
-                for spill in spills:
-                    assert spill.slot == slot
-                    assert not spill.cancelled
-                    assert self._table.at(slot).key == spill.key
-            assert sum(map(len, self._queued.values())) <= self._spilling
+            self._queued.check(self._table)
+            assert len(self._queued) <= self._spilling
 
     # --- inside: all under the lock -----------------------------------------------------
 
@@ -339,10 +355,10 @@ class Brain:
         key = keys[index]
         flight = self._flights.get(key)
         if flight is None:
-            if self._table.get(key) is not None:
+            if self._of_size(key, nbytes) is not None:
                 return "being saved, or of another size"
             if source is None:
-                return "missing"
+                return MISSING
             if self._in_flight[source] >= self._flights_max:
                 return "too many loads in progress"
             slot = self._take()
@@ -360,32 +376,42 @@ class Brain:
         plan.waiting.append((waiter, flight))
         return ""
 
+    def _of_size(self, key: Key, nbytes: int) -> Block | None:
+        """The block of this key. A namespace has blocks of one size: one of another size came as a
+        frame before any session had told the size, and goes as soon as nobody uses it."""
+        block = self._table.get(key)
+        wrong = block is not None and block.ready and block.nbytes != nbytes
+        if block is None or not wrong or not self._queued.alone_hold(block):
+            return block
+        self._give_up(block)
+        return None
+
     def _take(self) -> int | None:
         """A slot to fill: a free one, one of a block that may go, or one that waits to be written.
 
-        A tier that is slow or hangs would else hold, by its queue alone, slots that everybody
-        needs. Saves may be lost: the coldest block goes unwritten, and is counted as dropped.
+        A tier that is slow or hangs would else hold slots that everybody needs. A block that goes
+        unwritten for that is counted as dropped.
         """
-        slot = self._table.take()
-        if slot is not None or not self._queued:
+        slot = None if self._frozen else self._table.take()
+        if slot is not None or self._frozen:
             return slot
-        for key in self._policy.victims():
-            block = self._table[key]
-            waiting = self._queued.get(block.slot, ())
-            if waiting and block.count == 1 + len(waiting) and not block.dirty:
-                for spill in list(waiting):
-                    self.spilled(spill, Spilled.DROPPED)
-                    spill.cancelled = True
-                return self._table.take()
+        block = self._queued.victim(self._table)
+        if block is not None:
+            self._give_up(block)
+            return self._table.take()
+        if self._spilling:
+            self._queued.refused()
         return None
 
-    def _unqueue(self, spill: Spill) -> None:
-        """The spill waits no more, if it did."""
-        waiting = self._queued.get(spill.slot, [])
-        if spill in waiting:
-            waiting.remove(spill)
-            if not waiting:
-                del self._queued[spill.slot]
+    def _give_up(self, block: Block) -> None:
+        """Evict a block that nobody uses, unwritten: its spills are cancelled, and dropped."""
+        spills = self._queued.of(block)
+        if block.dirty and not spills:
+            self._counts["spills_dropped"] += self._tiers
+        for spill in spills:
+            self.spilled(spill, Spilled.DROPPED)
+            spill.cancelled = True
+        self._table.evict(block)
 
     def _end(self, flight: Flight) -> None:
         ended = self._flights.pop(flight.key)
@@ -397,6 +423,8 @@ class Brain:
         self._policy.touched(block.key)
         if self._tiers and not block.written and self._write.on_hit(block.hits):
             self._spill(block, range(self._tiers), spills)
+        if self._tiers and not block.written and self._write.on_evict:
+            self._table.set_dirty(block, True)
 
     def _spill(self, block: Block, tiers: Iterable[int], spills: list[Spill]) -> None:
         """Lease the block to the workers once for each tier it goes to."""
@@ -405,13 +433,11 @@ class Brain:
             self._spilling += 1
             block.written = True
             spill = Spill(block.key, block.slot, block.nbytes, tier)
-            self._queued.setdefault(block.slot, []).append(spill)
+            self._queued.add(spill)
             spills.append(spill)
 
     def _spill_ahead(self, spills: list[Spill]) -> None:
         """write_back: send the coldest dirty blocks down before their slots are needed."""
-        if not self._write.on_evict:
-            return
         have = self._table.free + self._table.evictable + self._spilling // max(1, self._tiers)
         if have >= self._clean_floor:
             return

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from kvstore.blocks import Key
+
+MISSING: Final = "missing"
+"""Why a run was cut: no tier is known to have its next block."""
 
 
 class Landing(enum.Enum):

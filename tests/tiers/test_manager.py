@@ -36,14 +36,27 @@ class BrainAgainstModel(RuleBasedStateMachine):
         tiers=st.integers(0, 2),
         write=st.sampled_from(WRITE_POLICIES),
         flights_max=st.integers(1, 4),
+        stall_offers=st.integers(0, 3),
     )
-    def start(self, slots: int, tiers: int, write: str, flights_max: int) -> None:
+    def start(
+        self, slots: int, tiers: int, write: str, flights_max: int, stall_offers: int
+    ) -> None:
         self.slots, self.tiers, self.flights_max = slots, tiers, flights_max
+        self.stall_offers = stall_offers
         self.write = write_policy(write)
-        self.brain = Brain(slots, LRU(), self.write, tiers=tiers, flights_max=flights_max)
+        self.brain = Brain(
+            slots,
+            LRU(),
+            self.write,
+            tiers=tiers,
+            flights_max=flights_max,
+            stall_offers=stall_offers,
+        )
         self.clients: set[int] = set()
         self.resident: dict[Key, int] = {}
         self.dirty: set[Key] = set()
+        self.unsent: set[Key] = set()  # resident, and to be sent below when next hit
+        self.refused = 0  # takers that got no slot since a worker ended a spill
         self.leases: list[tuple[int, Key]] = []  # (client, key), one entry for each lease
         self.saving: dict[Key, tuple[int, int]] = {}  # key: (client, slot)
         self.flights: dict[Key, Flight] = {}
@@ -75,27 +88,52 @@ class BrainAgainstModel(RuleBasedStateMachine):
         leases = Counter(key for _, key in self.leases)
         return {key for key in waiting if waiting[key] == leases[key]} - self.dirty
 
+    def may_be_given_up(self) -> set[Key]:
+        """Dirty, and held by nothing but spills that no worker has begun; the tiers are stuck."""
+        if self.refused < self.stall_offers:
+            return set()
+        waiting = Counter(spill.key for spill in self.spills if spill not in self.writing)
+        leases = Counter(key for _, key in self.leases)
+        return {key for key in self.dirty if waiting[key] == leases[key]}
+
+    def refuse(self) -> None:
+        """Somebody got no slot."""
+        self.refused += bool(self.spills)
+
+    def hit(self, keys: set[Key]) -> None:
+        """Resident blocks were used."""
+        if self.tiers and self.write.on_evict:
+            self.dirty |= keys & self.unsent
+
     def settle_evictions(self, filled: dict[Key, int], kept: set[Key]) -> None:
         """Forget what a verb evicted to fill slots; all of it must have been free to go."""
+        lost = self.may_be_given_up() - kept
         cancelled = [spill for spill in self.spills if spill.cancelled]
         for spill in cancelled:
             assert spill not in self.writing, "cancelled under a writer"
-            assert spill.key not in self.dirty, "an unwritten block was given up"
+            assert spill.key not in self.dirty or spill.key in lost, "a dirty block was given up"
             self.spills.remove(spill)
             self.leases.remove((WORKERS, spill.key))
             assert not self.brain.begin(spill)
         ready = {key for key in KEYS if self.brain.match([key], NBYTES)}
         gone = set(self.resident) - ready
         assert {spill.key for spill in cancelled} <= gone, "cancelled without need"
-        assert gone <= self.may_go() - kept
+        assert gone <= (self.may_go() | lost) - kept
+        if gone & lost:
+            assert not (self.may_go() | self.may_go_unwritten()) - kept - gone, "lost without need"
         assert len(gone) == max(0, len(filled) - self.free())
         for key in gone:
-            del self.resident[key]
+            self.forget(key)
         taken = set(self.resident.values()) | set(self.filling().values())
         for slot in filled.values():
             assert slot not in taken, "a slot was given twice"
             taken.add(slot)
             self.bytes[slot] = None
+
+    def forget(self, key: Key) -> None:
+        del self.resident[key]
+        self.dirty.discard(key)
+        self.unsent.discard(key)
 
     def take_spills(self, spills: list[Spill]) -> None:
         for spill in spills:
@@ -104,6 +142,7 @@ class BrainAgainstModel(RuleBasedStateMachine):
             assert 0 <= spill.tier < self.tiers
             assert self.resident[spill.key] == spill.slot
             self.spills.append(spill)
+            self.unsent.discard(spill.key)
             self.leases.append((WORKERS, spill.key))
 
     def publish(self, key: Key, slot: int) -> None:
@@ -154,14 +193,16 @@ class BrainAgainstModel(RuleBasedStateMachine):
         ours = [index for index in granted if index in lacking]
         assert ours == lacking[: len(ours)], "the tail of a run is dropped, not its middle"
         filled = {keys[index]: slot for index, slot in answer.grants}
-        self.settle_evictions(filled, set())
+        here = {key for key in keys if key in self.resident}
+        self.hit(here)
+        self.settle_evictions(filled, here)
         for key, slot in filled.items():
             self.saving[key] = (client, slot)
-        self.take_spills(answer.spills)
         if answer.dropped:
             assert self.free() == 0
-            assert not self.may_go()
-            assert not self.may_go_unwritten()
+            assert self.may_go() | self.may_go_unwritten() | self.may_be_given_up() <= here
+            self.refuse()
+        self.take_spills(answer.spills)
         assert answer.rejected == len(keys) - len(lacking)
         assert len(ours) + answer.dropped >= len(lacking)
 
@@ -175,6 +216,7 @@ class BrainAgainstModel(RuleBasedStateMachine):
             return
         spills = self.brain.commit(client, [slot])
         self.publish(key, slot)
+        self.unsent.add(key)
         if self.tiers and self.write.on_evict:
             self.dirty.add(key)
         assert len(spills) == (self.tiers if self.write.on_commit else 0)
@@ -193,6 +235,7 @@ class BrainAgainstModel(RuleBasedStateMachine):
         flying, saving = set(self.flights), set(self.saving)
         plan = self.brain.lease(client, keys, NBYTES, sources, "ticket")
         assert isinstance(plan, LoadPlan)
+        self.hit(here)
         new = {flight.key: flight.slot for flight in plan.flights}
         self.settle_evictions(new, here)
         for flight in plan.flights:
@@ -201,6 +244,8 @@ class BrainAgainstModel(RuleBasedStateMachine):
         for index, slot in plan.ready:
             assert self.bytes[slot] == keys[index], "leased a block that is not the key's"
             self.leases.append((client, keys[index]))
+        if plan.cut_at < len(keys):
+            self.explain(keys[plan.cut_at], sources[plan.cut_at], plan, flying, saving, here)
         self.take_spills(plan.spills)
 
         ready = {index for index, _ in plan.ready}
@@ -209,8 +254,6 @@ class BrainAgainstModel(RuleBasedStateMachine):
         assert ready == {index for index in range(plan.cut_at) if keys[index] in here}
         for waiter, flight in plan.waiting:
             assert flight.key == keys[waiter.index]
-        if plan.cut_at < len(keys):
-            self.explain(keys[plan.cut_at], sources[plan.cut_at], plan, flying, saving, here)
 
     def explain(
         self,
@@ -228,8 +271,11 @@ class BrainAgainstModel(RuleBasedStateMachine):
         full = Counter(flight.tier for flight in self.flights.values())
         if key not in saving and source is not None:
             kept = set(here)  # leased while the run was planned, and maybe given back by the cut
-            no_slot = self.free() == 0 and self.may_go() | self.may_go_unwritten() <= kept
-            assert no_slot or full[source] >= self.flights_max
+            may_go = self.may_go() | self.may_go_unwritten() | self.may_be_given_up()
+            if full[source] < self.flights_max:
+                assert self.free() == 0
+                assert may_go <= kept
+                self.refuse()
 
     @precondition(lambda self: self.waiting)
     @rule(pick=picks)
@@ -257,9 +303,16 @@ class BrainAgainstModel(RuleBasedStateMachine):
         self.begun.append(flight)
 
     @precondition(lambda self: self.begun and self.tiers == 2)
-    @rule(pick=picks, tier=st.integers(0, 1))
-    def redirect(self, pick: int, tier: int) -> None:
-        self.brain.redirect(self.begun[pick % len(self.begun)], tier)
+    @rule(pick=picks)
+    def redirect(self, pick: int) -> None:
+        flight = self.begun[pick % len(self.begun)]
+        target = 1 - flight.tier
+        there = sum(other.tier == target for other in self.flights.values())
+        waited = any(other is flight for _, other in self.waiting)
+        goes_on = self.brain.redirect(flight, target)
+        assert goes_on == (waited and there < self.flights_max)
+        if goes_on:
+            self.begun.remove(flight)
 
     @precondition(lambda self: self.begun)
     @rule(pick=picks, arrived=st.booleans())
@@ -288,6 +341,7 @@ class BrainAgainstModel(RuleBasedStateMachine):
             self.writing.append(spill)
         else:
             self.brain.spilled(spill, Spilled.DROPPED)
+            self.unsent.add(spill.key)
             self.spills.remove(spill)
             self.leases.remove((WORKERS, spill.key))
 
@@ -300,6 +354,9 @@ class BrainAgainstModel(RuleBasedStateMachine):
         self.brain.spilled(spill, outcome)
         self.leases.remove((WORKERS, spill.key))
         self.dirty.discard(spill.key)
+        self.refused = 0
+        if outcome is Spilled.FAILED:
+            self.unsent.add(spill.key)
 
     @rule(limit=st.integers(1, 4))
     def flush(self, limit: int) -> None:
@@ -313,8 +370,7 @@ class BrainAgainstModel(RuleBasedStateMachine):
         idle = {key for key in self.resident if not self.leased(key)}
         assert self.brain.clear() == len(idle)
         for key in idle:
-            del self.resident[key]
-        self.dirty -= idle
+            self.forget(key)
 
     # --- always -----------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 `write_through`: as soon as it is published. `selective`: when it has been asked for often enough.
 `write_back`: when L2 is about to evict it. Whatever the policy, a write is behind the engine's
-back, in a bounded queue, and may be dropped; dropped is counted.
+back, in a bounded queue, and may be dropped; dropped is counted. Under `write_back` that is so when
+the tiers are stuck: L2 then evicts unwritten blocks rather than take no saves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from typing import Final
 from kvstore.errors import ConfigError
 
 DEFAULT_SELECTIVE_HITS: Final = 2
+CLEAN_SHARE: Final = 8
+"""write_back keeps one slot in this many free or clean, so that a burst finds room."""
+AHEAD_MAX: Final = 128
+"""Blocks that write_back has on their way down ahead of need, at most: fewer than a queue takes."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,10 @@ class WritePolicy:
     def on_evict(self) -> bool:
         """Write when a block is about to leave L2."""
         return self.name == "write_back"
+
+    def clean_floor(self, slots: int) -> int:
+        """Slots of so many to keep free, clean or on their way to be."""
+        return min(max(1, slots // CLEAN_SHARE), AHEAD_MAX) if self.on_evict else 0
 
     def on_hit(self, hits: int) -> bool:
         """Write now that a block has been hit so often."""
