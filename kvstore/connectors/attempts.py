@@ -39,7 +39,8 @@ L2 = "l2"
 class Attempt:
     """One question: the run of `hashes`, which begins at the prompt's block `first_block`.
 
-    missed_s: when it ended in a miss. offered: blocks of the last hit.
+    missed_s: when it ended in a miss. offered: blocks of the last hit. looked_s: up to when time's
+    own effect on the answer is known, and can_start of the last question: see `Attempts.due`.
     """
 
     hashes: tuple[bytes, ...]
@@ -49,12 +50,23 @@ class Attempt:
     load: Load | None = None
     missed_s: float | None = None
     offered: int = 0
+    looked_s: float = 0.0
+    can_start: bool = False
 
     @property
     def settled(self) -> bool:
         """Nothing more will come."""
         done = self.match is not None and self.match.done
         return done and self.load is not None and self.load.done
+
+    @property
+    def ready(self) -> int:
+        """Blocks that have arrived."""
+        return len(self.load.slots) if self.load is not None else 0
+
+    def in_round_trip(self, at_s: float) -> bool:
+        """Whether the store may still be about to answer from memory."""
+        return (at_s - self.started_s) * 1e3 < ROUND_TRIP_MS
 
     @property
     def slots_wanted(self) -> int:
@@ -152,15 +164,21 @@ class Attempts:
         return False
 
     def due(self) -> bool:
-        """Whether time alone may have changed the answer to some request."""
+        """Whether time alone may have changed the answer to some request.
+
+        Each change is reported once, when it comes: by a match, or by the first call after it. A
+        request that goes on being PENDING is not due again until the next.
+        """
         now_s = self._clock()
-        after_ms = min(ROUND_TRIP_MS, self._deadline_ms)
-        return any(
-            waiting.attempt is not None
-            and waiting.attempt.missed_s is None
-            and (now_s - waiting.first_asked_s) * 1e3 >= after_ms
-            for waiting in self._waiting.values()
-        )
+        due = False
+        for waiting in self._waiting.values():
+            attempt = waiting.attempt
+            if attempt is None or attempt.match is None:
+                continue
+            before = self._by_time(waiting, attempt, attempt.match, attempt.looked_s)
+            due |= self._by_time(waiting, attempt, attempt.match, now_s) != before
+            attempt.looked_s = now_s
+        return due
 
     def slots_leased(self) -> int:
         """Slots that lie leased for waiting requests."""
@@ -174,28 +192,21 @@ class Attempts:
         match = attempt.match
         if match is None:
             return self._miss(attempt, now_s)
-        waited_ms = (now_s - waiting.first_asked_s) * 1e3
-        late = waited_ms >= self._deadline_ms
-        in_round_trip = (now_s - attempt.started_s) * 1e3 < ROUND_TRIP_MS
+        attempt.looked_s, attempt.can_start = now_s, can_start
+        late = self._late(waiting, now_s)
+        in_round_trip = attempt.in_round_trip(now_s)
         if attempt.load is None and (match.done or late or not in_round_trip):
             self._start_load(attempt, match)
         load = attempt.load
         if load is None and match.done and (late or can_start or not self._worth_loading(match)):
             return self._miss(attempt, now_s)
-        ready = len(load.slots) if load is not None else 0
+        ready = attempt.ready
         if not attempt.settled and not late:
             if load is None and match.done:
                 return PENDING  # slots may be asked for later
             if in_round_trip and (load is None or ready < _leading_l2(match.tiers)):
                 return PENDING
-            verdict = self._policy.verdict(
-                elapsed_ms=waited_ms,
-                tokens_wanted=self._tokens_wanted(attempt, match),
-                tokens_ready=ready * self._block_tokens,
-                done=False,
-                can_start=can_start,
-            )
-            if verdict is Verdict.WAIT:
+            if self._verdict(waiting, attempt, match, now_s) is Verdict.WAIT:
                 return PENDING
         if not attempt.settled and not attempt.offered:
             self.counts["waits_cut_by_deadline" if late else "waits_cut_by_policy"] += 1
@@ -205,6 +216,26 @@ class Attempts:
             self.counts["hits"] += 1
         attempt.offered = ready
         return HookMatch(Answer.HIT, ready, tuple(load.tiers[:ready]))
+
+    def _late(self, waiting: Waiting, at_s: float) -> bool:
+        return (at_s - waiting.first_asked_s) * 1e3 >= self._deadline_ms
+
+    def _verdict(self, waiting: Waiting, attempt: Attempt, match: Match, at_s: float) -> Verdict:
+        """The policy's, on what has come so far, were it asked at this time."""
+        return self._policy.verdict(
+            elapsed_ms=(at_s - waiting.first_asked_s) * 1e3,
+            tokens_wanted=self._tokens_wanted(attempt, match),
+            tokens_ready=attempt.ready * self._block_tokens,
+            done=False,
+            can_start=attempt.can_start,
+        )
+
+    def _by_time(
+        self, waiting: Waiting, attempt: Attempt, match: Match, at_s: float
+    ) -> tuple[bool, bool, Verdict]:
+        """All by which the time enters into `_answer`."""
+        verdict = self._verdict(waiting, attempt, match, at_s)
+        return self._late(waiting, at_s), attempt.in_round_trip(at_s), verdict
 
     def _tokens_wanted(self, attempt: Attempt, match: Match) -> int:
         known = match.done and attempt.load is not None

@@ -13,8 +13,8 @@ import torch
 from manual_store import ManualClock, ManualStore
 
 from kvstore.blocks import Namespace
-from kvstore.connectors.attempts import MISS_KEPT_MS, ROUND_TRIP_MS
-from kvstore.connectors.base import check_pool
+from kvstore.connectors.attempts import MISS_KEPT_MS, ROUND_TRIP_MS, Attempts
+from kvstore.connectors.base import GuardedStore, check_pool
 from kvstore.connectors.reference import SAVES_MAX, ReferenceHooks
 from kvstore.engine.hooks import HookEvent, HookMatch, Loaded, Saved
 from kvstore.errors import ConfigError
@@ -470,6 +470,71 @@ def test_poll_returns_when_a_pending_match_moves(rigs: Any) -> None:
     start_s = time.monotonic()
     assert rig.hooks.poll(HANG_LIMIT_S) == []
     assert time.monotonic() - start_s < HANG_LIMIT_S / 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "wait_ends_ms"),
+    [
+        (WaitComplete(cap_ms=300.0), 300.0),
+        (Timeout(base_ms=80.0, per_ki_token_ms=0.0, cap_ms=400.0), 80.0),
+        (BestEffort(), None),
+    ],
+    ids=["wait_complete", "timeout", "best_effort"],
+)
+def test_waiting_is_due_when_time_changes_it_and_not_before_or_after(
+    policy: Any, wait_ends_ms: float | None
+) -> None:
+    """An engine that is told so all the time spins instead of sleeping in `poll`."""
+    clock, store = ManualClock(), ManualStore(NAMESPACE, 8, ("match",))
+    hashes = chain(2)
+    for index in range(2):
+        store.put(hashes[index], block_of(index), "disk")
+    attempts = Attempts(
+        GuardedStore(store),
+        policy=policy,
+        deadline_ms=DEADLINE_MS,
+        min_load_tokens=0,
+        clock=clock,
+    )
+
+    def ask() -> Answer:
+        return attempts.match("r", hashes, 0, can_start=False).answer
+
+    assert not attempts.due()
+    assert ask() is Answer.PENDING
+    store.answer(store.last(Load), blocks=1, done=False)
+    changes_ms = sorted({ROUND_TRIP_MS, DEADLINE_MS, wait_ends_ms or DEADLINE_MS})
+    now_ms = 0.0
+    for change_ms in changes_ms:
+        for at_ms, due in ((change_ms - 1, False), (change_ms + 1, True), (change_ms + 2, False)):
+            clock.advance((at_ms - now_ms) / 1e3)
+            now_ms = at_ms
+            assert attempts.due() is due, f"at {at_ms} ms"
+            assert not attempts.due(), "reported once, asked meanwhile or not"
+        over = change_ms >= (wait_ends_ms or DEADLINE_MS)
+        assert ask() is (Answer.HIT if over else Answer.PENDING)
+        assert not attempts.due()
+    attempts.close()
+    store.check_idle()
+
+
+def test_a_question_told_the_time_is_not_due_for_it_again() -> None:
+    clock, store = ManualClock(), ManualStore(NAMESPACE, 8)
+    attempts = Attempts(
+        GuardedStore(store),
+        policy=WaitComplete(cap_ms=400.0),
+        deadline_ms=DEADLINE_MS,
+        min_load_tokens=0,
+        clock=clock,
+    )
+    for wait_s in (0.0, ROUND_TRIP_MS / 1e3 + 0.001):
+        clock.advance(wait_s)
+        assert attempts.match("r", chain(1), 0, can_start=True).answer is Answer.PENDING
+        assert not attempts.due()
+    clock.advance(DEADLINE_MS / 1e3)
+    assert attempts.match("r", chain(1), 0, can_start=True).answer is Answer.MISS
+    assert not attempts.due(), "a miss does not change by the clock"
+    attempts.close()
 
 
 def test_verbs_after_close_miss(rigs: Any) -> None:
