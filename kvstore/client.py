@@ -198,6 +198,8 @@ class Client:
         for each in links:
             each.holders = 0
             each.finish()
+        for each in links:
+            each.join()
 
     def __enter__(self) -> Client:
         return self

@@ -1,7 +1,8 @@
 """One connection of a client to the sidecar: dialled, welcomed, mapped, and let go of in order.
 
 `client.Client` holds one at a time and dials the next when it ends. Sending never blocks the
-caller: what the socket does not take at once waits for the link's writer thread.
+caller: what the socket does not take at once waits for the link's writer thread. Nor does letting
+go of a link: unmapping a large slab takes seconds, and the writer does it as its last deed.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Link:
     hung: the other side has been silent past the limit; it may speak again.
     holders: tickets with slots that have not been handed back. The safety rule of `protocol`:
         `finish` is called at zero and never before.
+
+    Raises RuntimeError: the system has no room for one more thread. Nothing is taken over.
     """
 
     def __init__(self, sock: socket.socket, receiver: Receiver, slab: Slab, session: int) -> None:
@@ -70,6 +73,7 @@ class Link:
         self._pending: deque[bytes] = deque()
         self._writing = False
         self._over = False
+        self._finished = False
         self._out = threading.Condition()
         self._writer = threading.Thread(target=self._write, name="kvstore-writer", daemon=True)
         self._writer.start()
@@ -92,14 +96,14 @@ class Link:
             self._out.notify()
 
     def _write(self) -> None:
-        """The writer: sends what the socket did not take at once."""
+        """The writer: sends what the socket did not take at once; ends the link when told to."""
         while True:
             with self._out:
                 self._writing = False
-                while not self._pending and not self._over:
+                while not self._finished and (self._over or not self._pending):
                     self._out.wait()
-                if not self._pending:
-                    return
+                if self._finished:
+                    break
                 data = self._pending.popleft()
                 self._writing = True
             try:
@@ -108,28 +112,37 @@ class Link:
                 with self._out:
                     self._pending.clear()
                     self._over = True
-                    self._writing = False
-                return
+                continue
             with self._out:
                 self.outbound_bytes -= len(data)
+        self.sock.close()
+        self.slab.close()
 
     def hang_up(self) -> None:
         """End the stream in both directions; wakes whoever blocks on it. Only under the rule."""
         with self._out:
             self._over = True
-            self._out.notify()
         try:
             self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # the other side was quicker
 
     def finish(self) -> None:
-        """Close the socket and unmap the slab. No slot of it is named by a live ticket any more."""
+        """Hang up, and have the writer close the socket and unmap the slab; waits for neither.
+
+        No slot of it is named by a live ticket any more: the sidecar is told so, where it still
+        reads, for it would wait for this process's end otherwise.
+        """
         assert self.holders == 0, f"{self.holders} tickets still name slots of this slab"
+        self.send(pack(Verb.BYE))
         self.hang_up()
+        with self._out:
+            self._finished = True
+            self._out.notify()
+
+    def join(self) -> None:
+        """Wait for what `finish` left to the writer."""
         self._writer.join()
-        self.sock.close()
-        self.slab.close()
 
 
 def dial(
@@ -172,7 +185,11 @@ def dial(
         seconds = int(tick_s)
         micros = max(1, int((tick_s - seconds) * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, micros))
-        return Link(sock, receiver, slab, session)
+        try:
+            return Link(sock, receiver, slab, session)
+        except RuntimeError as error:
+            slab.close()
+            raise TierUnavailable(f"no thread for the sidecar at {path}: {error}") from None
     except (OSError, Malformed) as error:
         sock.close()
         reason = getattr(error, "strerror", None) or str(error)
