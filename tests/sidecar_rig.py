@@ -22,6 +22,7 @@ from kvstore.cli import main
 from kvstore.config import Settings, merged
 from kvstore.link import ask_stats
 from kvstore.service.serve import serve
+from kvstore.testing.processes import suspend
 from kvstore.verbs import BlockStore, Load, Save, Ticket
 
 NAMESPACE = Namespace(model="m", layers=2, kv_heads=1, head_dim=64, dtype="float32", block_tokens=4)
@@ -67,7 +68,7 @@ class ForkedSidecar:
         self._process.join(LIMIT_S)
 
     def suspend(self) -> None:
-        os.kill(self._pid, signal.SIGSTOP)
+        suspend(self._pid)
 
     def resume(self) -> None:
         os.kill(self._pid, signal.SIGCONT)

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -39,6 +40,25 @@ def free_port(host: str = "127.0.0.1") -> int:
         sock.bind((host, 0))
         port: int = sock.getsockname()[1]
     return port
+
+
+def suspend(pid: int, limit_s: float = STOP_LIMIT_S) -> None:
+    """Stop a process and return when none of its threads runs any more: the signal alone only
+    asks. Raises ProcessFailed when it does not stop in time."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline_s = time.monotonic() + limit_s
+    while not all(_stopped(stat) for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
+        if time.monotonic() > deadline_s:
+            raise ProcessFailed(f"process {pid} does not stop")
+        time.sleep(0.001)
+
+
+def _stopped(stat: Path) -> bool:
+    """Whether a thread is stopped, traced or gone, by its /proc/.../stat."""
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 class Child:
@@ -120,7 +140,7 @@ class Child:
 
     def suspend(self) -> None:
         """SIGSTOP: it hangs until `resume`."""
-        self.signal(signal.SIGSTOP)
+        suspend(self.pid)
 
     def resume(self) -> None:
         """SIGCONT."""
