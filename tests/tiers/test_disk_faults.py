@@ -278,6 +278,8 @@ def test_a_segment_that_cannot_be_made_leaves_the_others_to_be_reclaimed(
     tier = open_disk(directory, files, capacity=4 * MIB, segment=MIB)
     number = 0
     for _ in range(6):
+        number += 1
+        put(tier, buffer, range(number, number + 1), 200_000)
         files.failing = 1
         while files.failing:
             number += 1
