@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -272,6 +273,46 @@ def test_a_frame_finds_no_slot() -> None:
         key = key_of(session, hashes(1, "frame")[0])
         with pytest.raises(TierFull):
             store.write_frame(key, *frame_of(key))
+
+
+def test_a_frame_of_a_size_that_was_not_known_yet_does_not_stay_in_the_way() -> None:
+    (name,) = hashes(1)
+    key = Key("default", SPACE.digest, name)
+    with make_store(MemoryTier()) as store:
+        assert store.write_frame(key, *frame_of(key, b"short")), "HTTP alone is enough to store"
+        assert store.flush(WAIT_S)
+        session = store.session(SPACE)
+        session.release(load(session, [name]))
+        assert match(session, [name]) == []
+        assert store.contains([key]) == [""], "found, though it cannot be loaded"
+        save(session, [name])
+        spill_to_tiers(store)
+        assert loaded_tiers(session, [name]) == ["memory"]
+
+
+def test_what_leaves_l2_while_a_load_looks_for_it_is_found_below() -> None:
+    class EmptiesL2(MemoryTier):
+        """The first time that it is asked, L2 is emptied meanwhile."""
+
+        store: Store | None = None
+
+        def contains(self, keys: Sequence[Key]) -> list[bool]:
+            store, self.store = self.store, None
+            if store is not None:
+                store.clear("l2")
+            return super().contains(keys)
+
+    names = hashes(3)
+    tier = EmptiesL2()
+    with make_store(tier) as store:
+        session = store.session(SPACE)
+        save(session, names)
+        spill_to_tiers(store)
+        session.release(load(session, names[1:2]))
+        tier.store = store
+        assert loaded_tiers(session, names) == ["memory"] * 3
+        assert tier.store is None
+        assert store.stats()["l2"]["slots_leased"] == 0
 
 
 def test_too_few_slots_drop_the_tail_and_are_counted() -> None:

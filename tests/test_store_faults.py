@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from store_rig import (
     WAIT_S,
     CountingTier,
     RemoteTier,
+    check,
     content,
     ended,
     free_slots,
@@ -27,6 +29,7 @@ from store_rig import (
 
 from kvstore import frame
 from kvstore.blocks import Key
+from kvstore.errors import TierFull
 from kvstore.session import Session
 from kvstore.store import CLOSE_WAIT_S, Store
 from kvstore.testing.faults import Fault, FaultyTier, always, in_turn
@@ -357,6 +360,62 @@ def test_write_back_over_a_tier_that_fails_goes_on() -> None:
             until(lambda names=names: save(session, names).dropped == 0)  # type: ignore[misc]
             assert match(session, names) == ["l2"] * 3
         assert store.stats()["l2"]["spills_failed"] >= 10
+
+
+def test_write_back_over_a_tier_that_hangs_goes_on() -> None:
+    tier = FaultyTier(MemoryTier(), always(Fault.HUNG, "write"))
+    store = make_store(tier, slots=8, write_policy=write_policy("write_back"))
+    session = store.session(SPACE)
+    for n in range(20):
+        save(session, hashes(4, str(n)))
+    for n in range(20, 30):
+        assert save(session, hashes(4, str(n))).dropped == 0, "unwritten blocks hold every slot"
+        assert match(session, hashes(4, str(n))) == ["l2"] * 4
+    assert store.stats()["l2"]["spills_dropped"] >= 40
+    tier.release()
+    store.close()
+
+
+def test_a_redirected_load_leaves_with_who_waited_for_it() -> None:
+    fast = FaultyTier(MemoryTier(name="fast"))
+    slow = CountingTier(name="slow")
+    with make_store(fast, slow) as store:
+        session = store.session(SPACE)
+        save(session, hashes(8))
+        spill_to_tiers(store)
+        fast.schedule = always(Fault.ERROR, "read")
+        slow.gate.clear()
+        ticket = session.load(hashes(8))
+        until(lambda: store.stats()["tiers"]["slow"]["queued_reads"] == 8 - len(slow.reads))
+        until(lambda: len(slow.reads) == 3)
+        session.release(ticket)
+        assert store.stats()["l2"]["flights"] == 3, "only what workers hold is still in the air"
+        slow.gate.set()
+
+
+def test_a_closing_store_fills_no_slot_that_an_engine_may_still_read() -> None:
+    tier = FaultyTier(MemoryTier())
+    store = make_store(tier)
+    session = store.session(SPACE)
+    tier.schedule = always(Fault.HUNG, "write")
+    save(session, hashes(2))
+    ticket = load(session, hashes(2))
+    assert tier.wait_hung(2)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    until(lambda: session.closed)
+    late = Key("default", SPACE.digest, hashes(1, "late")[0])
+    frames = MemoryTier()
+    block = content(late, SPACE.block_bytes)
+    put(frames, late, late, block)
+    header, payload = frame.aligned_buffer(4096), frame.aligned_buffer(4096)
+    length = frames.read(late, header, payload)
+    with pytest.raises(TierFull):
+        store.write_frame(late, header, payload[:length])
+    check(session, ticket)
+    tier.release()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
 
 
 def test_closing_does_not_wait_for_a_tier_that_hangs() -> None:

@@ -30,7 +30,12 @@ from sidecar_rig import (
 
 from kvstore.client import Client
 from kvstore.errors import ConfigError
+from kvstore.leases import Slab
 from kvstore.protocol import MAX_HASHES, PROTOCOL_VERSION, Receiver, Verb, hello, pack
+from kvstore.service.auth import Tenants
+from kvstore.service.hotpath import HotPath
+from kvstore.service.sockets import listen
+from kvstore.store import Store
 from kvstore.testing.processes import Child
 
 PROGRAM = Path(__file__).with_name("engine_program.py")
@@ -322,3 +327,18 @@ def test_blocks_of_more_than_one_size_share_a_slab(sidecar: ForkedSidecar) -> No
         assert put(client, HASHES) == 8
         assert put(other, HASHES) == 8
         assert get(client, HASHES)[0] == [content(name) for name in HASHES]
+
+
+def test_stopping_gives_no_slot_to_anybody_else(tmp_path: Path) -> None:
+    store = Store(Slab.create(SLOTS, SLOT_BYTES))
+    listener = listen(str(tmp_path / "socket"))
+    hot = HotPath(store, listener, tenants=Tenants({}), max_clients=4, hello_s=10.0, stats=dict)
+    hot.start()
+    other = store.session(NAMESPACE)  # as a connection that is ended last
+    with Client(str(tmp_path / "socket"), NAMESPACE) as client:
+        assert put(client, HASHES) == 8
+        until_done(client, client.load(HASHES))
+        hot.stop()
+        assert store.stats()["l2"]["slots_leased"] == 0
+        assert other.save(hashes_of("late", 2)).grants == [], "an engine may still read that slot"
+    store.close()

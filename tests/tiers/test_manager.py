@@ -18,6 +18,7 @@ from kvstore.tiers.manager import Brain
 from kvstore.tiers.plans import Admission, Flight, LoadPlan, Spill, Spilled, Waiter
 from kvstore.tiers.policies.eviction import LRU
 from kvstore.tiers.policies.write import WRITE_POLICIES, write_policy
+from kvstore.tiers.queued import STALL_OFFERS
 from kvstore.tiers.slots import WORKERS
 
 NBYTES = 4096
@@ -640,3 +641,108 @@ def test_clear_leaves_leased_blocks_alone() -> None:
     lease(brain, 1, 0)
     assert brain.clear() == 1
     assert resident(brain) == {0}
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_write_back_gives_up_the_coldest_once_the_tiers_are_stuck(sent: bool) -> None:
+    brain = make(8, "write_back", tiers=1)
+    store(brain, 0, 1, 2, 3, 4, 5, 6, 7)
+    (writing,) = lease(brain, 1, 7).spills
+    assert writing.key == KEYS[6]
+    if sent:
+        assert len(brain.spill_dirty(8)) == 7
+    assert brain.begin(writing)
+    for _ in range(STALL_OFFERS):
+        assert brain.admit(2, [KEYS[8]], NBYTES).dropped == 1, "the tiers were given no time"
+    assert len(brain.admit(2, [KEYS[8]], NBYTES).grants) == 1, "a tier that hangs blocks L2"
+    assert resident(brain) == {0, 1, 2, 3, 4, 6, 7}, "not the coldest that nobody uses"
+    assert not writing.cancelled
+    assert brain.stats()["spills_dropped"] == 1
+    brain.spilled(writing, Spilled.WRITTEN)
+    assert len(brain.admit(2, [KEYS[9]], NBYTES).grants) == 1
+    assert brain.admit(2, [KEYS[10]], NBYTES).dropped == 1, "the tiers move, and are not waited for"
+    brain.check()
+
+
+def test_write_back_tries_again_what_a_tier_refused_once_it_is_hit() -> None:
+    brain = make(4, "write_back", tiers=1)
+    store(brain, 0, 1)
+    for spill in brain.spill_dirty(4):
+        assert brain.begin(spill)
+        brain.spilled(spill, Spilled.FAILED)
+    assert brain.spill_dirty(4) == [], "a flush over a dead tier would never end"
+    lease(brain, 1, 0)
+    assert [spill.key for spill in brain.spill_dirty(4)] == [KEYS[0]]
+
+
+def test_nothing_is_filled_once_frozen_but_what_is_filled_is_kept() -> None:
+    brain = make(6, "write_back", tiers=1)
+    ((_, begun),) = brain.admit(2, [KEYS[0]], NBYTES).grants
+    store(brain, 1, 2)
+    lease(brain, 1, 1)
+    (flight,) = lease(brain, 2, 3, tier=0).flights
+    brain.freeze()
+    brain.drop_client(1)
+    answer = brain.admit(2, [KEYS[4], KEYS[5]], NBYTES)
+    assert not answer.grants
+    assert answer.dropped == 2
+    plan = lease(brain, 2, 1, 6, tier=0)
+    assert (plan.cut_at, plan.reason, plan.flights) == (1, "no free slot", [])
+    brain.commit(2, [begun])
+    assert brain.take_off(flight)
+    brain.land(flight)
+    assert resident(brain) == {0, 1, 2, 3}
+    assert {spill.key for spill in brain.spill_dirty(9)} == {KEYS[0], KEYS[1], KEYS[2]}
+
+
+def test_an_offer_leaves_no_hole_in_its_own_run() -> None:
+    brain = make(3)
+    store(brain, 0, 1, 2)
+    answer = brain.admit(2, [KEYS[0], KEYS[1], KEYS[2], KEYS[3]], NBYTES)
+    assert not answer.grants
+    assert answer.dropped == 1
+    assert resident(brain) == {0, 1, 2}
+    assert brain.stats()["slots_leased"] == 0
+
+
+def test_a_redirected_flight_waits_like_a_new_one() -> None:
+    brain = make(8, tiers=2)
+    plan = lease(brain, 1, 0, tier=0)
+    (flight,) = plan.flights
+    assert brain.take_off(flight)
+    assert brain.redirect(flight, 1)
+    ((waiter, _),) = plan.waiting
+    brain.leave(waiter, flight)
+    assert not brain.take_off(flight), "nobody waits for it, and no worker had begun"
+    assert brain.stats()["slots_free"] == 8
+
+
+def test_a_redirected_flight_counts_in_its_new_tier() -> None:
+    brain = make(8, tiers=2, flights_max=1)
+    (flight,) = lease(brain, 1, 0, tier=0).flights
+    (other,) = lease(brain, 1, 1, tier=1).flights
+    assert brain.take_off(flight)
+    assert not brain.redirect(flight, 1), "more loads than the tier may have"
+    assert len(brain.fail(flight)) == 1
+    brain.fail(other)
+    lonely = lease(brain, 2, 2, tier=0).flights[0]
+    assert brain.take_off(lonely)
+    brain.drop_client(2)
+    assert not brain.redirect(lonely, 1), "nobody waits for it"
+
+
+@pytest.mark.parametrize("write", WRITE_POLICIES)
+def test_a_block_of_another_size_makes_room_when_nobody_uses_it(write: str) -> None:
+    brain = make(4, write, tiers=1)
+    spills = store(brain, 0, 1)
+    if write == "write_through":
+        assert brain.begin(spills[0])
+        assert brain.admit(2, [KEYS[0]], NBYTES // 2).grants == [], "taken from a writer"
+        brain.spilled(spills[0], Spilled.WRITTEN)
+    assert len(brain.admit(2, [KEYS[0]], NBYTES // 2).grants) == 1
+    keys = [KEYS[1]]
+    held = brain.lease(1, keys, NBYTES, [None], "ticket")
+    assert brain.lease(2, keys, NBYTES // 2, [0], "ticket").cut_at == 0, "taken from a reader"
+    brain.release(1, [slot for _, slot in held.ready])
+    assert len(brain.lease(2, keys, NBYTES // 2, [0], "ticket").flights) == 1
+    brain.check()
