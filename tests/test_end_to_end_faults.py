@@ -76,13 +76,13 @@ def join(
 
 
 def stats_of(sidecar: Sidecar) -> dict[str, Any]:
-    with urllib.request.urlopen(sidecar.url.rstrip(",") + "/v1/stats", timeout=30) as answer:
+    with urllib.request.urlopen(sidecar.url + "/v1/stats", timeout=30) as answer:
         found: dict[str, Any] = json.load(answer)
     return found
 
 
 def post(sidecar: Sidecar, path: str) -> None:
-    request = urllib.request.Request(sidecar.url.rstrip(",") + path, method="POST")
+    request = urllib.request.Request(sidecar.url + path, method="POST")
     urllib.request.urlopen(request, timeout=30).close()
 
 

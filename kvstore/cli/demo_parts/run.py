@@ -205,7 +205,7 @@ class Demo:
 
     def _sidecar_url(self) -> str:
         assert self._sidecar is not None
-        return self._sidecar.url.rstrip(",")
+        return self._sidecar.url
 
 
 def check(step: Step, row: Row, prompts: int) -> str:
