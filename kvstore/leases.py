@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -28,6 +29,10 @@ PAGE_BYTES: Final = 4096
 MEMORY_HEADROOM: Final = 0.95
 """Share of the available memory that a slab may take; the rest is for everybody's small needs."""
 _MFD_HUGETLB: Final = 0x0004
+# fcntl names these only since Python 3.12; the numbers are Linux' own.
+_F_ADD_SEALS: Final = 1033
+_F_SEAL_SIZE: Final = 0x1 | 0x2 | 0x4
+"""The size is final: a client that cut the file short would kill the sidecar at its next touch."""
 _MADV_POPULATE_WRITE: Final = 23
 _HUGE_PAGE_BYTES: Final = 2 << 20
 
@@ -82,11 +87,14 @@ class Slab:
         _check_memory(nbytes, directory)
         fd = _memory_file(directory, huge_pages)
         try:
-            size = nbytes
-            if huge_pages:
-                size = (nbytes + _HUGE_PAGE_BYTES - 1) & -_HUGE_PAGE_BYTES
+            unit = _HUGE_PAGE_BYTES if huge_pages else PAGE_BYTES
+            if directory:
+                unit = os.fstatvfs(fd).f_bsize  # a hugetlbfs mount's is its huge page
+            size = -(-nbytes // unit) * unit
             os.ftruncate(fd, size)
             os.posix_fallocate(fd, 0, size)
+            if not directory:
+                fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SIZE)
             return cls(fd, slots, slot_bytes)
         except OSError as error:
             os.close(fd)
@@ -96,17 +104,23 @@ class Slab:
 
     @classmethod
     def attach(cls, fd: int, slots: int, slot_bytes: int) -> Slab:
-        """Map the slab behind a file descriptor received from its owner.
+        """Map the slab behind a file descriptor received from its owner; `fd` is closed on failure.
 
         Raises ConfigError when the file is not as large as `slots` and `slot_bytes` say: touching
         what lies past its end would kill this process.
         """
-        size = os.fstat(fd).st_size
-        if slots < 1 or slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES:
-            raise ConfigError(f"a slab of {slots} slots of {slot_bytes} bytes cannot be")
-        if size < slots * slot_bytes:
-            raise ConfigError(f"a slab file of {size} bytes; {slots} x {slot_bytes} were announced")
-        return cls(fd, slots, slot_bytes)
+        try:
+            size = os.fstat(fd).st_size
+            if slots < 1 or slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES:
+                raise ConfigError(f"a slab of {slots} slots of {slot_bytes} bytes cannot be")
+            if size < slots * slot_bytes:
+                raise ConfigError(
+                    f"a slab file of {size} bytes; {slots} x {slot_bytes} were announced"
+                )
+            return cls(fd, slots, slot_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def view(self, slot: int) -> memoryview:
         """Writable bytes of one slot, `slot_bytes` long and 4 KiB aligned."""
@@ -152,7 +166,7 @@ def _memory_file(directory: str | None, huge_pages: bool) -> int:
                 f"slab directory {directory!r}: {error.strerror}; "
                 "a writable memory file system such as /dev/shm is right"
             ) from None
-    flags = os.MFD_CLOEXEC | (_MFD_HUGETLB if huge_pages else 0)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (_MFD_HUGETLB if huge_pages else 0)
     return os.memfd_create("kvstore-slab", flags)
 
 

@@ -179,8 +179,7 @@ def dial(
         slots, slot_bytes, session = _welcome(receiver.read(), path)
         if not fds:
             raise TierUnavailable(f"the sidecar at {path} passed no slab")
-        slab = Slab.attach(fds[0], slots, slot_bytes)
-        fds.clear()  # the slab's from here on
+        slab = Slab.attach(fds.pop(), slots, slot_bytes)
         sock.settimeout(None)
         seconds = int(tick_s)
         micros = max(1, int((tick_s - seconds) * 1e6))

@@ -132,6 +132,17 @@ def test_attach_refuses_what_the_file_does_not_hold(slots: int, slot_bytes: int)
     fd = os.dup(slab.fd)
     with pytest.raises(ConfigError):
         Slab.attach(fd, slots, slot_bytes)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    slab.close()
+
+
+@pytest.mark.parametrize("nbytes", [4096, 1 << 20])
+def test_no_client_can_resize_it(nbytes: int) -> None:
+    """A file cut short kills whoever touches what is gone."""
+    slab = Slab.create(2, 4096)
+    with pytest.raises(PermissionError):
+        os.ftruncate(slab.fd, nbytes)
     slab.close()
 
 
