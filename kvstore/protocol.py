@@ -27,12 +27,14 @@ Ticket numbers are the client's. A match ends with its done; a load or save with
 An update for a ticket the client has already handed back is ignored by it.
 
 **The safety rule.** A slot leased to a client may be under copy at any moment, and the sidecar
-cannot see it. The only proof that no copy of a client can run any more is that its process's
-memory is gone; the kernel closes a process's sockets only after that. Hence: the client never
-closes its socket while a ticket with slots is outstanding, except by dying; and the server frees a
-client's leases at the end of its connection and at no other time. A client that sends garbage, or
-does not read its answers, is not read any more, and keeps its leases until it dies. (A process
-forked from a client inherits both the socket and the mapping, so the rule holds for it too.)
+cannot see it. The proof that none can run any more is the client's word (a BYE), or its end: the
+memory of the process is gone before the kernel closes its sockets, and its device has let go of the
+slab once the process itself has ended. Hence: the client never closes its socket while a ticket
+with slots is outstanding, except by dying; and the server frees a client's leases at the end of its
+connection and at no other time: after a hang-up without a BYE it waits for the end of the process
+that connected, wherever the system shows it. A client that sends garbage, or does not read its
+answers, is not read any more, and keeps its leases until it dies. (A process forked from a client
+inherits both the socket and the mapping, so the rule holds for it too.)
 """
 
 from __future__ import annotations

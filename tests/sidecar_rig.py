@@ -10,10 +10,12 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from kvstore.blocks import Namespace
 from kvstore.cli import main
 from kvstore.config import Settings, merged
 from kvstore.link import ask_stats
+from kvstore.protocol import Receiver, Verb, hello, pack
 from kvstore.service.serve import serve
 from kvstore.testing.processes import suspend
 from kvstore.verbs import BlockStore, Load, Save, Ticket
@@ -88,6 +91,64 @@ class ForkedSidecar:
 
 def _serve(overrides: dict[str, Any], announce: Connection) -> None:
     serve(Settings.load(None, overrides, environment=False), announce.send)
+
+
+class Stranger:
+    """A process of its own that connects to a Unix socket, hands the connection over, and lives
+    on. To the other side the connection is that process's.
+
+    sock: the connection; nobody else has it open.
+    """
+
+    def __init__(self, path: str) -> None:
+        here, there = _forks.Pipe()
+        self._process = _forks.Process(target=_connect, args=(path, there), daemon=True)
+        self._process.start()
+        there.close()
+        assert here.poll(LIMIT_S), "no connection"
+        self.sock = socket.socket(fileno=recv_handle(here))
+        here.close()
+
+    def end(self) -> None:
+        """Its connection is closed, its process has ended."""
+        self.sock.close()
+        self._process.kill()
+        self._process.join(LIMIT_S)
+
+
+def _connect(path: str, wire: Connection) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.connect(path)
+        send_handle(wire, sock.fileno(), None)
+    time.sleep(600)
+
+
+class Raw(Stranger):
+    """A client in a process of its own that says what the test wants, by hand."""
+
+    def __init__(self, path: str, first: bytes | None = None) -> None:
+        super().__init__(path)
+        self.sock.settimeout(30.0)
+        self.receiver = Receiver(self.sock)
+        self.sock.sendall(hello(NAMESPACE, None, "raw", 1) if first is None else first)
+        data, fds, _, _ = socket.recv_fds(self.sock, 1 << 16, 1)
+        for fd in fds:
+            os.close(fd)
+        self.receiver.feed(data)
+        self.welcome: list[Any] = self.receiver.read() if data else []  # type: ignore[assignment]
+
+    def ask(self, *message: Any) -> list[Any]:
+        self.sock.sendall(pack(*message))
+        answer = self.receiver.read()
+        assert answer is not None
+        return answer
+
+    def save(self, number: int, hashes: list[bytes]) -> list[int]:
+        """Slots granted to a save."""
+        answer = self.ask(Verb.SAVE, number, hashes)
+        assert answer[:3] == [Verb.UPDATE, number, True]
+        slots: list[int] = answer[4][1::2]
+        return slots
 
 
 def run_command(folder: Path, *arguments: str) -> tuple[int, str, str]:

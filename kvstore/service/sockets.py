@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -69,3 +70,50 @@ def await_hang_up(sock: socket.socket) -> None:
     poll = select.poll()
     poll.register(sock, 0)  # POLLHUP is always reported
     poll.poll()
+
+
+class Peer:
+    """The process that connected a Unix socket, to be waited for.
+
+    known: False where the system does not show it (a pid namespace that is not ours or below it, a
+    kernel or sandbox without pidfd_open).
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._fd = _peer_process(sock)
+
+    @property
+    def known(self) -> bool:
+        return self._fd is not None
+
+    def await_end(self, or_readable: int) -> None:
+        """Return once the process has ended, every file of its closed, or once the file descriptor
+        `or_readable` is readable; at once where the process is not known."""
+        if self._fd is None:
+            return
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        poll.register(or_readable, select.POLLIN)
+        poll.poll()
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _peer_process(sock: socket.socket) -> int | None:
+    """A pidfd of the process that connected `sock`, which is still connected; else None."""
+    with contextlib.suppress(OSError):
+        pid, _, _ = struct.unpack(
+            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        )
+        if pid <= 0:
+            return None  # of a namespace we do not see into
+        fd = os.pidfd_open(pid)
+        poll = select.poll()
+        poll.register(sock, 0)
+        if not poll.poll(0):
+            return fd
+        os.close(fd)  # it has hung up: its pid may be another's by now
+    return None

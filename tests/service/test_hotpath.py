@@ -18,6 +18,7 @@ from sidecar_rig import (
     SLOT_BYTES,
     SLOTS,
     ForkedSidecar,
+    Raw,
     content,
     disk,
     get,
@@ -31,7 +32,7 @@ from sidecar_rig import (
 from kvstore.client import Client
 from kvstore.errors import ConfigError
 from kvstore.leases import Slab
-from kvstore.protocol import MAX_HASHES, PROTOCOL_VERSION, Receiver, Verb, hello, pack
+from kvstore.protocol import MAX_HASHES, PROTOCOL_VERSION, Verb, pack
 from kvstore.service.auth import Tenants
 from kvstore.service.hotpath import HotPath
 from kvstore.service.sockets import listen
@@ -71,35 +72,6 @@ def l2(sidecar: ForkedSidecar) -> dict[str, int]:
     return numbers
 
 
-class Raw:
-    """A client that says what the test wants, by hand."""
-
-    def __init__(self, sidecar: ForkedSidecar, first: bytes | None = None) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(30.0)
-        self.sock.connect(sidecar.socket)
-        self.receiver = Receiver(self.sock)
-        self.sock.sendall(hello(NAMESPACE, None, "raw", 1) if first is None else first)
-        data, fds, _, _ = socket.recv_fds(self.sock, 1 << 16, 1)
-        for fd in fds:
-            os.close(fd)
-        self.receiver.feed(data)
-        self.welcome: list[Any] = self.receiver.read() if data else []  # type: ignore[assignment]
-
-    def ask(self, *message: Any) -> list[Any]:
-        self.sock.sendall(pack(*message))
-        answer = self.receiver.read()
-        assert answer is not None
-        return answer
-
-    def save(self, number: int, hashes: list[bytes]) -> list[int]:
-        """Slots granted to a save."""
-        answer = self.ask(Verb.SAVE, number, hashes)
-        assert answer[:3] == [Verb.UPDATE, number, True]
-        slots: list[int] = answer[4][1::2]
-        return slots
-
-
 def test_two_processes_share_blocks(sidecar: ForkedSidecar) -> None:
     with engine(sidecar, "save", "hot", 8), Client(sidecar.socket, NAMESPACE) as client:
         assert get(client, HASHES) == ([content(name) for name in HASHES], ["l2"] * 8)
@@ -128,7 +100,7 @@ def test_a_killed_engine_gives_everything_back(sidecar: ForkedSidecar) -> None:
 
 def test_a_live_client_keeps_its_leases_whatever_it_does(sidecar: ForkedSidecar) -> None:
     """Garbage, silence, half a hang-up: nothing but its end frees a slot under a client."""
-    garbage, deaf, half = Raw(sidecar), Raw(sidecar), Raw(sidecar)
+    garbage, deaf, half = Raw(sidecar.socket), Raw(sidecar.socket), Raw(sidecar.socket)
     for number, raw in enumerate((garbage, deaf, half)):
         assert len(raw.save(1, hashes_of(f"raw {number}", 4))) == 4
     garbage.sock.sendall(b"\xff" * 1000)
@@ -145,6 +117,9 @@ def test_a_live_client_keeps_its_leases_whatever_it_does(sidecar: ForkedSidecar)
         assert match(client, HASHES) == ["l2"] * 8
         for left, raw in zip((8, 4, 0), (garbage, deaf, half), strict=True):
             raw.sock.close()
+            time.sleep(0.2)
+            assert l2(sidecar)["slots_filling"] == left + 4, "its process may copy yet"
+            raw.end()
             wait_until(lambda left=left: l2(sidecar)["slots_filling"] == left, f"{left} filling")
     assert sidecar.stop() == 0
 
@@ -174,19 +149,19 @@ def test_a_live_client_keeps_its_leases_whatever_it_does(sidecar: ForkedSidecar)
     ],
 )
 def test_nonsense_ends_the_conversation_only(shared: ForkedSidecar, message: bytes) -> None:
-    raw = Raw(shared)
+    raw = Raw(shared.socket)
     slots = raw.save(7, HASHES)
     raw.ask(Verb.LOAD, 8, HASHES)
     raw.sock.sendall(message)
     raw.sock.sendall(pack(Verb.COMMIT, 7, len(slots)))  # is not read any more
     time.sleep(0.1)
     assert l2(shared)["slots_filling"] == len(slots)
-    raw.sock.close()
+    raw.end()
     wait_until(lambda: l2(shared)["slots_free"] == SLOTS, "all slots are free")
 
 
 def test_a_commit_of_other_grants_publishes_nothing(sidecar: ForkedSidecar) -> None:
-    raw = Raw(sidecar)
+    raw = Raw(sidecar.socket)
     for number, wrong in enumerate((0, 7, 9)):
         assert len(raw.save(number, HASHES)) == 8
         raw.sock.sendall(pack(Verb.COMMIT, number, wrong))
@@ -195,7 +170,7 @@ def test_a_commit_of_other_grants_publishes_nothing(sidecar: ForkedSidecar) -> N
     assert len(raw.save(9, HASHES)) == 8
     raw.sock.sendall(pack(Verb.COMMIT, 9, 8))
     assert raw.ask(Verb.MATCH, 10, HASHES)[4] == ["l2"] * 8
-    raw.sock.close()
+    raw.end()
 
 
 def test_tenants_by_token_share_nothing(tmp_path: Path) -> None:
@@ -273,13 +248,13 @@ def about(**change: Any) -> bytes:
 def test_a_bad_hello_is_refused_in_one_line(
     shared: ForkedSidecar, first: bytes, words: str
 ) -> None:
-    raw = Raw(shared, first)
+    raw = Raw(shared.socket, first)
     verb, text, again = raw.welcome
     assert (verb, again) == (Verb.REFUSED, False)
     assert words in text
     assert "\n" not in text
     assert raw.sock.recv(1) == b""
-    raw.sock.close()
+    raw.end()
 
 
 def test_too_many_clients_may_come_again(tmp_path: Path) -> None:
