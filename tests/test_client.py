@@ -212,8 +212,10 @@ def test_a_late_grant_is_never_published(sidecar: ForkedSidecar, connect: Connec
     check_nothing_held(sidecar)
 
 
-def test_a_slow_tier_is_no_hang(sidecar: ForkedSidecar, connect: Connect) -> None:
-    """Silence while a save lies open is normal: only a waiting ticket counts."""
+def test_silence_while_nothing_is_asked_is_no_hang(
+    sidecar: ForkedSidecar, connect: Connect
+) -> None:
+    """A save that lies open waits for nobody."""
     client = connect(reply_limit_s=HANG_S)
     save = until_done(client, client.save(HASHES))
     threading.Event().wait(3 * HANG_S)
@@ -269,6 +271,43 @@ def test_close_hands_everything_back(sidecar: ForkedSidecar, connect: Connect) -
     assert sidecar.stop() == 0
 
 
+def test_a_slow_tier_is_no_hang(tmp_path: Path, connect: Connect) -> None:
+    """A sidecar that answers pings lives, however long a load takes."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(tmp_path / "kv.sock"))
+    listener.listen()
+    slab = Slab.create(4, SLOT_BYTES)
+
+    def serve() -> None:
+        sock, _ = listener.accept()
+        receiver = protocol.Receiver(sock)
+        receiver.read()
+        welcome(sock, slab)
+        pings = 0
+        while (message := receiver.read()) is not None:
+            if message[0] == protocol.Verb.PING:
+                pings += 1
+                sock.sendall(protocol.pack(protocol.Verb.PONG, message[1]))
+            if pings == 4:  # sent at half the limit of silence each: twice the limit has passed
+                sock.sendall(protocol.pack(protocol.Verb.UPDATE, 1, True, "", ["disk"], [3]))
+        sock.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    client = connect(reply_limit_s=HANG_S)
+    load = until_done(client, client.load(HASHES[:1]))
+    assert (load.slots, load.tiers, load.fault) == ([3], ["disk"], "")
+    assert client.stats()["hangs"] == 0
+    client.release(load)
+    client.close()
+    listener.close()
+
+
+def welcome(sock: socket.socket, slab: Slab) -> None:
+    about = {"version": protocol.PROTOCOL_VERSION, "slots": slab.slots, "slot_bytes": SLOT_BYTES}
+    greeting = protocol.pack(protocol.Verb.WELCOME, {**about, "session": 1})
+    socket.send_fds(sock, [greeting], [slab.fd])
+
+
 class Impostor:
     """Listens where a sidecar would; welcomes with a slab, and then says what it is told to."""
 
@@ -286,9 +325,7 @@ class Impostor:
             sock, _ = self._listener.accept()
             self._open.append(sock)
             sock.recv(1 << 16)
-            about = {"version": protocol.PROTOCOL_VERSION, "slots": 4, "slot_bytes": SLOT_BYTES}
-            welcome = protocol.pack(protocol.Verb.WELCOME, {**about, "session": 1})
-            socket.send_fds(sock, [welcome], [self._slab.fd])
+            welcome(sock, self._slab)
             sock.recv(1 << 16)
             sock.sendall(self._speech)
 
