@@ -183,7 +183,8 @@ class LimitSettings(Section):
     clients: int = Field(default=64, ge=1)
     """Engine connections at once."""
     transfers: int = Field(default=4, ge=1)
-    """HTTP block transfers at once; each owns a slot-sized buffer. More answer 503."""
+    """HTTP block transfers at once; each owns a slot-sized buffer. More answer 503. Where there are
+    several, one is kept free of reads of tiers, which may hang."""
     queue_blocks: int = Field(default=256, ge=1)
     """Blocks waiting to be written, per tier; more are dropped and counted."""
     tier_deadline_ms: Milliseconds = Field(default=2000.0, gt=0)

@@ -200,13 +200,21 @@ class Store:
 
     def read_frame(self, key: Key, header: memoryview, payload: memoryview) -> int:
         """A verified frame of this block, from L2 or else a tier; payload bytes, 0 for a miss."""
+        return self.resident_frame(key, header, payload) or self.stored_frame(key, header, payload)
+
+    def resident_frame(self, key: Key, header: memoryview, payload: memoryview) -> int:
+        """`read_frame` from L2 only: memory's speed, whatever becomes of the tiers."""
         borrowed = self.brain.borrow(key)
-        if borrowed is not None:
-            slot, nbytes = borrowed
-            try:
-                return _frame_of(key, self.slab.view(slot)[:nbytes], header, payload)
-            finally:
-                self.brain.release(WORKERS, [slot])
+        if borrowed is None:
+            return 0
+        slot, nbytes = borrowed
+        try:
+            return _frame_of(key, self.slab.view(slot)[:nbytes], header, payload)
+        finally:
+            self.brain.release(WORKERS, [slot])
+
+    def stored_frame(self, key: Key, header: memoryview, payload: memoryview) -> int:
+        """`read_frame` from the tiers only: as slow as they are, and hung where one hangs."""
         for tier in self._tiers:
             try:
                 length = movers.read_frame(tier, key, header, payload)

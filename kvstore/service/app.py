@@ -2,7 +2,8 @@
 
 Blocks travel as frames (`frame.py`), streamed into and out of a few aligned buffers made at start;
 a request that finds none free is told 503. A frame is verified before anybody can see it, and its
-tenant must be the one the bearer token names.
+tenant must be the one the bearer token names. What may hang below L2 runs in lanes of its own
+(`lanes`): past its time it is answered 504, and blocks in L2 are served meanwhile.
 
     GET  /healthz, /readyz, /metrics
     GET  /v1/stats
@@ -20,8 +21,8 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -46,6 +47,7 @@ from kvstore.frame import HEADER_BYTES, MAX_HASH_BYTES, aligned_buffer, padded
 from kvstore.protocol import MAX_HASHES
 from kvstore.service.auth import Tenants, Unauthorised
 from kvstore.service.exposition import StoreCollector
+from kvstore.service.lanes import Lane, answer_of, busy
 from kvstore.store import Store
 
 MAX_BODY_BYTES: Final = 16 << 20
@@ -53,6 +55,13 @@ MAX_BODY_BYTES: Final = 16 << 20
 SEND_BYTES: Final = 256 << 10
 """Bytes handed to the server at a time: a copy each, so that the buffer is ours again when the
 last one is out, whatever the transport still holds."""
+
+CONTAINS_AT_ONCE: Final = 4
+"""Contains requests at once, from their first byte on: each may have a body of that bound."""
+CARE_AT_ONCE: Final = 2
+"""Flushes and clears at once."""
+CLOSE_WAIT_S: Final = 2.0
+"""How long the end waits for calls that are inside the store."""
 
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
@@ -71,6 +80,27 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Buffer:
+    """A header page and a payload, until the last of those who hold it has dropped it."""
+
+    def __init__(self, view: memoryview, give: Callable[[memoryview], None]) -> None:
+        self.view = view
+        self._give = give
+        self._holders = 1
+
+    def hold(self) -> None:
+        """One more holder."""
+        assert self._holders > 0, "a buffer that was given back"
+        self._holders += 1
+
+    def drop(self, *_: object) -> None:
+        """One holder less."""
+        assert self._holders > 0, "a buffer given back twice"
+        self._holders -= 1
+        if not self._holders:
+            self._give(self.view)
+
+
 class Transfers:
     """The buffers of frames under way: `count` of them, each a header page and a payload."""
 
@@ -84,33 +114,23 @@ class Transfers:
         """Buffers in use."""
         return self.count - len(self._free)
 
-    def take(self) -> memoryview:
-        """A buffer; 503 when all are in use."""
+    def take(self) -> Buffer:
+        """A buffer, held by the caller; 503 when all are in use."""
         if not self._free:
             self.refused += 1
-            raise HTTPException(
-                503, f"{self.count} transfers are under way already", headers={"Retry-After": "1"}
-            )
-        return self._free.pop()
-
-    def give(self, buffer: memoryview) -> None:
-        """Hand a buffer back."""
-        assert len(self._free) < self.count, "a buffer given back twice"
-        self._free.append(buffer)
+            raise busy(f"{self.count} transfers are under way already")
+        return Buffer(self._free.pop(), self._free.append)
 
 
 class FrameResponse(Response):
-    """Streams the first `nbytes` of a buffer, and gives the buffer back however that ends."""
+    """Streams the first `nbytes` of a buffer, and drops the buffer however that ends."""
 
-    def __init__(
-        self, buffer: memoryview, nbytes: int, transfers: Transfers, limit_s: float
-    ) -> None:
+    def __init__(self, buffer: Buffer, nbytes: int, limit_s: float) -> None:
         super().__init__(
             media_type="application/octet-stream", headers={"content-length": str(nbytes)}
         )
         self._buffer = buffer
         self._nbytes = nbytes
-        self._transfers = transfers
         self._limit_s = limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,13 +139,13 @@ class FrameResponse(Response):
         except (TimeoutError, asyncio.TimeoutError):
             log.warning("a reader took more than %g s for one block; cut off", self._limit_s)
         finally:
-            self._transfers.give(self._buffer)
+            self._buffer.drop()
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         for start in range(0, self._nbytes, SEND_BYTES):
             end = min(start + SEND_BYTES, self._nbytes)
-            part = bytes(self._buffer[start:end])
+            part = bytes(self._buffer.view[start:end])
             await send(
                 {"type": "http.response.body", "body": part, "more_body": end < self._nbytes}
             )
@@ -136,7 +156,8 @@ class Service:
     """What the routes stand on.
 
     stats: everything `/v1/stats` shows. ready: whether the sidecar serves (readiness).
-    transfer_s: bound on one block's way in or out.
+    transfer_s: bound on one block's way in or out, and on each call for it.
+    flush_s: bound on a flush.
     """
 
     store: Store
@@ -149,22 +170,57 @@ class Service:
 
     def __post_init__(self) -> None:
         self.transfers = Transfers(self.max_transfers, self.store.payload_bytes)
-        # One thread more than there are transfers, so that flush and clear find one.
-        self.threads = ThreadPoolExecutor(self.max_transfers + 1, thread_name_prefix="http")
+        # Whoever is in these has a buffer. Reads of tiers leave one to the blocks in L2, where
+        # there is more than one.
+        self.memory = Lane("transfers", self.max_transfers)
+        self.below = Lane("reads of tiers", max(1, self.max_transfers - 1))
+        self.contains = Lane("contains requests", CONTAINS_AT_ONCE)
+        self.care = Lane("flushes and clears", CARE_AT_ONCE)
 
-    async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a blocking call of the store beside the loop."""
-        running = asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            # The request is over, the call is not: its buffers stay its own until it is.
-            await asyncio.wait([running])
-            raise
+    async def read(self, key: Key, buffer: Buffer) -> int:
+        """Have a block's frame in the buffer; payload bytes, 0 for a miss."""
+        return await self.transfer(
+            self.memory, self.store.resident_frame, key, buffer
+        ) or await self.transfer(self.below, self.store.stored_frame, key, buffer)
+
+    async def transfer(
+        self,
+        lane: Lane,
+        function: Callable[[Key, memoryview, memoryview], T],
+        key: Key,
+        buffer: Buffer,
+        end: int | None = None,
+    ) -> T:
+        """Call the store on a buffer (its first `end` bytes), which the call holds until its own
+        end."""
+        lane.enter()
+        running = lane.start(
+            function, key, buffer.view[:HEADER_BYTES], buffer.view[HEADER_BYTES:end]
+        )
+        buffer.hold()
+        running.add_done_callback(buffer.drop)
+        return await answer_of(running, self.transfer_s)
+
+    async def look_after(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a flush or a clear."""
+        self.care.enter()
+        return await answer_of(self.care.start(function, *args), self.flush_s + self.transfer_s)
+
+    def close(self) -> None:
+        """Wait a little for calls under way. The event loop has ended."""
+        deadline_s = time.monotonic() + CLOSE_WAIT_S
+        lanes = (self.memory, self.below, self.contains, self.care)
+        left = sum(lane.join(deadline_s) for lane in lanes)
+        if left:
+            log.error("%d calls hang inside the store; left as they are", left)
 
     def snapshot(self) -> dict[str, int]:
         """For statistics."""
-        return {"transfers": self.transfers.taken, "transfers_refused": self.transfers.refused}
+        return {
+            "transfers": self.transfers.taken,
+            "transfers_refused": self.transfers.refused + self.below.refused,
+            "contains_refused": self.contains.refused,
+        }
 
     def tenant(self, request: Request) -> str:
         """The tenant that the request's bearer token names."""
@@ -188,6 +244,14 @@ def bearer(request: Request) -> str | None:
     """The token of `Authorization: Bearer ...`, or None."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
+
+
+async def in_time(receiving: Coroutine[Any, Any, T], limit_s: float) -> T:
+    """What a request brings; 408 when it is not all here in time."""
+    try:
+        return await asyncio.wait_for(receiving, limit_s)
+    except (TimeoutError, asyncio.TimeoutError):
+        raise HTTPException(408, f"the request was not here within {limit_s:g} s") from None
 
 
 def build_app(service: Service) -> FastAPI:
@@ -228,9 +292,16 @@ def _add_blocks(app: FastAPI, service: Service) -> None:
     @app.post("/v1/contains")
     async def contains(request: Request) -> dict[str, list[Any]]:
         tenant = service.tenant(request)
-        namespace, hashes = _contains_body(await _small_body(request))
+        lane = service.contains
+        lane.enter()
+        try:
+            body = await in_time(_small_body(request), service.transfer_s)
+            namespace, hashes = _contains_body(body)
+        except BaseException:
+            lane.leave()
+            raise
         keys = [Key(tenant, namespace, hash_) for hash_ in hashes]
-        found = await service.call(service.store.contains, keys)
+        found = await answer_of(lane.start(service.store.contains, keys), service.transfer_s)
         return {"contains": [bool(tier) for tier in found], "tiers": found}
 
     @app.get("/v1/blocks/{namespace}/{hash_hex}")
@@ -238,34 +309,25 @@ def _add_blocks(app: FastAPI, service: Service) -> None:
         key = _key(service.tenant(request), namespace, hash_hex)
         buffer = service.transfers.take()
         try:
-            header, payload = buffer[:HEADER_BYTES], buffer[HEADER_BYTES:]
-            nbytes = await service.call(service.store.read_frame, key, header, payload)
+            nbytes = await service.read(key, buffer)
             if not nbytes:
                 raise HTTPException(404, "no such block")
-            response = FrameResponse(
-                buffer, HEADER_BYTES + nbytes, service.transfers, service.transfer_s
-            )
         except BaseException:
-            service.transfers.give(buffer)
+            buffer.drop()
             raise
-        return response
+        return FrameResponse(buffer, HEADER_BYTES + nbytes, service.transfer_s)
 
     @app.put("/v1/blocks/{namespace}/{hash_hex}", status_code=204)
     async def put_block(namespace: str, hash_hex: str, request: Request) -> Response:
         key = _key(service.tenant(request), namespace, hash_hex)
         buffer = service.transfers.take()
         try:
-            nbytes = await asyncio.wait_for(service.receive(request, buffer), service.transfer_s)
+            nbytes = await in_time(service.receive(request, buffer.view), service.transfer_s)
             if nbytes <= HEADER_BYTES:
                 raise HTTPException(400, f"a frame of {nbytes} bytes has no payload")
-            header, payload = buffer[:HEADER_BYTES], buffer[HEADER_BYTES:nbytes]
-            await service.call(service.store.write_frame, key, header, payload)
-        except (TimeoutError, asyncio.TimeoutError):
-            raise HTTPException(
-                408, f"the frame was not here within {service.transfer_s:g} s"
-            ) from None
+            await service.transfer(service.memory, service.store.write_frame, key, buffer, nbytes)
         finally:
-            service.transfers.give(buffer)
+            buffer.drop()
         return Response(status_code=204)
 
 
@@ -273,12 +335,12 @@ def _add_admin(app: FastAPI, service: Service) -> None:
     @app.post("/v1/flush")
     async def flush(request: Request) -> dict[str, bool]:
         service.tenants.check_admin(bearer(request))
-        return {"flushed": await service.call(service.store.flush, service.flush_s)}
+        return {"flushed": await service.look_after(service.store.flush, service.flush_s)}
 
     @app.post("/v1/clear")
     async def clear(tier: str, request: Request) -> dict[str, str]:
         service.tenants.check_admin(bearer(request))
-        await service.call(service.store.clear, tier)
+        await service.look_after(service.store.clear, tier)
         return {"cleared": tier}
 
 

@@ -64,7 +64,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             transfer_s=settings.limits.transfer_ms / 1e3,
             flush_s=settings.limits.flush_ms / 1e3,
         )
-        ending.callback(service.threads.shutdown)
+        ending.callback(service.close)
 
         def stats() -> dict[str, Any]:
             return {**store.stats(), "service": hot.snapshot(), "http": service.snapshot()}
