@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -81,7 +82,11 @@ class Plan:
     def sidecar_flags(self, folder: Path) -> list[str]:
         l2_bytes = self.slots * self.slot_bytes
         disk = ["--disk", str(folder / "disk"), "--disk-capacity", str(4 * l2_bytes)]
-        return ["--l2", str(l2_bytes), "--slot", str(self.slot_bytes), *disk]
+        # On a busy machine a disk is slow, not broken: the demo shows what is held, so it waits.
+        config = folder / "sidecar.toml"
+        config.write_text(f"[limits]\ntier_deadline_ms = {WAIT_MS}\n")
+        l2 = ["--l2", str(l2_bytes), "--slot", str(self.slot_bytes)]
+        return ["--config", str(config), *l2, *disk]
 
     def engine_flags(self, socket: str) -> list[str]:
         flags = {
@@ -129,8 +134,9 @@ class Demo:
         flags = self._plan.engine_flags(sidecar.socket)
         for name in ("A", "B"):
             argv = [sys.executable, "-m", "kvstore", "engine", *flags]
-            child = Child(argv, ready=lambda line: line.startswith("kvstore engine: "))
-            self._engines[name] = self._ending.enter_context(child)
+            with signals_held():
+                child = Child(argv, ready=lambda line: line.startswith("kvstore engine: "))
+                self._engines[name] = self._ending.enter_context(child)
         sidecar.wait_ready(START_LIMIT_S)
         for child in self._engines.values():
             child.wait_ready(START_LIMIT_S)
@@ -173,8 +179,9 @@ class Demo:
 
     def _start_sidecar(self) -> Sidecar:
         flags = self._plan.sidecar_flags(self._folder)
-        sidecar = Sidecar(self._folder / "kvstore.sock", *flags)
-        self._ending.enter_context(sidecar)
+        with signals_held():
+            sidecar = Sidecar(self._folder / "kvstore.sock", *flags)
+            self._ending.enter_context(sidecar)
         self._sidecar = sidecar
         return sidecar
 
@@ -206,6 +213,21 @@ class Demo:
     def _sidecar_url(self) -> str:
         assert self._sidecar is not None
         return self._sidecar.url
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """SIGINT and SIGTERM wait for the block's end: a child is started and known, or neither."""
+    held: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda n, _: held.append(n)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if held:
+        raise KeyboardInterrupt
 
 
 def check(step: Step, row: Row, prompts: int) -> str:
