@@ -229,8 +229,9 @@ def test_silence_while_nothing_is_asked_is_no_hang(
 def test_verbs_never_wait_for_a_full_socket(sidecar: ForkedSidecar, connect: Connect) -> None:
     """A stopped sidecar reads nothing: what does not fit in the socket is queued, up to a bound."""
     client = connect(reply_limit_s=600.0)
+    put(client, HASHES)
     sidecar.suspend()
-    long_run = hashes_of("long", 500)
+    long_run = [*HASHES, *hashes_of("long", 500)]
     tickets = [client.load(long_run) for _ in range(200)]
     assert not any(ticket.done for ticket in tickets)
     assert client.stats()["outbound_bytes"] > 0
@@ -241,7 +242,9 @@ def test_verbs_never_wait_for_a_full_socket(sidecar: ForkedSidecar, connect: Con
     for ticket in (*tickets, over):
         client.release(ticket)
     sidecar.resume()
-    assert client.sync(60.0)
+    assert client.sync(LIMIT_S)
+    [ours] = sidecar.stats()["service"]["clients"].values()
+    assert ours["tickets"] == 0
     check_nothing_held(sidecar)
 
 
