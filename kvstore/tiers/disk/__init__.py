@@ -7,12 +7,14 @@ the system calls, and `verify` the check of every frame.
 
 from __future__ import annotations
 
+import os
+
 from pydantic import Field
 
 from kvstore.config import Bytes, Section
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.directory import LOCK_BYTES
+from kvstore.tiers.disk.directory import LOCK_BYTES, segment_paths
 from kvstore.tiers.disk.files import PAGE, Files
 from kvstore.tiers.disk.index import MAX_SEGMENT_PAGES
 from kvstore.tiers.disk.segment import MIN_SEGMENT_BYTES
@@ -65,15 +67,29 @@ def segment_bytes_for(config: Config) -> int:
 
 
 def open(config: Config, *, files: Files | None = None) -> Tier:
-    """Open or make the tier. Raises ConfigError when its directory cannot be had.
+    """Open or make the tier.
 
     files: the system calls, where a test wants them to fail.
+
+    Raises ConfigError when its directory cannot be had, or its file system has no room for even
+    one segment: such a tier would refuse every block for ever.
     """
-    return DiskTier(
+    segment_bytes = segment_bytes_for(config)
+    tier = DiskTier(
         config.directory,
         config.capacity,
-        segment_bytes_for(config),
+        segment_bytes,
         durable=config.durable,
         files=files or Files(direct=config.direct),
         name=config.name,
     )
+    status = os.statvfs(config.directory)
+    free_bytes = status.f_bavail * status.f_frsize
+    if free_bytes < segment_bytes and not segment_paths(config.directory):
+        tier.close()
+        raise ConfigError(
+            f"the disk tier writes segments of {format_bytes(segment_bytes)}, and "
+            f"{config.directory!r} has {format_bytes(free_bytes)} free; free some space there, or "
+            "lower its capacity (--disk-capacity)"
+        )
+    return tier

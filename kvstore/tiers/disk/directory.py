@@ -70,8 +70,16 @@ class DirectoryLock:
                 f"{os.path.join(self.directory, LOCK_NAME)!r} is not a lock file of kvstore; "
                 "give another directory"
             )
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{ours}\nprocess {os.getpid()}\n".encode(), 0)
+        words = f"{ours}\nprocess {os.getpid()}\n".encode()
+        try:
+            # Written before it is cut, so that a disk without room does not cost the version.
+            os.pwrite(self._fd, words, 0)
+            os.ftruncate(self._fd, len(words))
+        except OSError as error:
+            raise ConfigError(
+                f"the disk tier cannot write to {self.directory!r}: {error.strerror}; free some "
+                "space there, or give another directory"
+            ) from None
 
 
 def segment_paths(directory: str) -> list[str]:
