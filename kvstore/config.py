@@ -289,7 +289,9 @@ def nearest(word: str, right: Iterable[str]) -> str:
 
 def _one_line(model: type[BaseModel], error: ValidationError, where: str) -> str:
     """The first fault of a validation, in words of the tree."""
-    fault = error.errors(include_url=False)[0]
+    faults = error.errors(include_url=False)
+    # A misspelt key is also a missing one: the spelling is what helps.
+    fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
     path = [str(part) for part in fault["loc"]]
     name = ".".join(([where] if where else []) + path)
     if fault["type"] == "extra_forbidden":

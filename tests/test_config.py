@@ -169,6 +169,8 @@ def test_a_tiers_own_part_is_told_apart_the_same_way() -> None:
         validated(Config, {"directory": "x", "folder": "y"}, "tiers.0")
     with pytest.raises(ConfigError, match=r"missing key 'tiers\.0\.directory'"):
         validated(Config, {}, "tiers.0")
+    with pytest.raises(ConfigError, match=r"'tiers\.0\.directroy'; did you mean 'directory'"):
+        validated(Config, {"directroy": "x"}, "tiers.0")
 
 
 def knobs(model: type[BaseModel]) -> Iterator[str]:

@@ -14,8 +14,10 @@ import typer
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvstore.config import Settings
     from kvstore.engine.loader import LoadedModel
     from kvstore.engine.runner import Runner
+    from kvstore.tiers.policies.prefetch import PrefetchPolicy
 
 RANDOM = "random"
 SMOLLM2 = "smollm2"
@@ -31,10 +33,10 @@ class Joining:
 
     socket: str
     token: str
-    policy: str
+    wait_store_s: float
+    policy: PrefetchPolicy
     deadline_ms: float
     min_load_tokens: int
-    wait_store_s: float
 
 
 def engine_command(
@@ -45,7 +47,11 @@ def engine_command(
     seed: Annotated[int, typer.Option(help="Seed of a random model's weights.")] = 0,
     model_name: Annotated[str, typer.Option(help="Name in the API; default: the model's.")] = "",
     host: Annotated[str, typer.Option(help="Address to serve on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to serve on; 0 takes a free one.")] = 8100,
+    port: Annotated[int, typer.Option(help="Port to serve on; 0 takes a free one.")] = 8000,
+    config: Annotated[
+        str | None,
+        typer.Option(help="TOML file with [prefetch] and [hash]; the options here win over it."),
+    ] = None,
     store: Annotated[str, typer.Option(help="Unix socket of the node's sidecar.")] = "",
     store_token: Annotated[str, typer.Option(help="Token the sidecar asks for, if any.")] = "",
     wait_store_s: Annotated[
@@ -61,14 +67,14 @@ def engine_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="torch's CPU threads.")] = None,
     prefetch: Annotated[
-        str, typer.Option(help="best_effort, wait_complete or timeout.")
-    ] = "timeout",
+        str | None, typer.Option(help="best_effort, wait_complete or timeout.")
+    ] = None,
     deadline_ms: Annotated[
-        float, typer.Option(help="Longest a request waits for the store.")
-    ] = 2000.0,
+        float | None, typer.Option(help="Longest a request waits for the store.")
+    ] = None,
     min_load_tokens: Annotated[
-        int, typer.Option(help="Shorter runs are not fetched from below L2.")
-    ] = 256,
+        int | None, typer.Option(help="Shorter runs are not fetched from below L2.")
+    ] = None,
     lora: Annotated[
         list[str] | None, typer.Option(help="An adapter as NAME=FOLDER, or NAME=random:SEED.")
     ] = None,
@@ -77,7 +83,7 @@ def engine_command(
     ] = None,
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens computed per step.")] = 2048,
     max_running: Annotated[int, typer.Option(help="Requests running at once.")] = 64,
-    hash_algo: Annotated[str, typer.Option(help="sha256_cbor or xxhash_cbor.")] = "sha256_cbor",
+    hash_algo: Annotated[str | None, typer.Option(help="sha256_cbor or xxhash_cbor.")] = None,
     hash_seed: Annotated[
         str | None, typer.Option(help="Seed of the block hashes; engines that share agree on it.")
     ] = None,
@@ -87,15 +93,25 @@ def engine_command(
     from kvstore.engine.runner import Runner
     from kvstore.engine.server import create_app, listen, serve
     from kvstore.engine.thread import EngineThread
+    from kvstore.wire import build_prefetch_policy
 
-    _check_times(deadline_ms=deadline_ms, wait_store_s=wait_store_s)
+    _check_times(deadline_ms=deadline_ms or 0.0, wait_store_s=wait_store_s)
+    waiting = {"policy": prefetch, "cap_ms": deadline_ms, "min_tokens": min_load_tokens}
+    settings = _settings(config, waiting, {"algorithm": hash_algo, "seed": hash_seed})
+    joining = Joining(
+        store,
+        store_token,
+        wait_store_s,
+        build_prefetch_policy(settings),
+        settings.prefetch.cap_ms,
+        settings.prefetch.min_tokens,
+    )
     listening = listen(host, port)
     loaded = _load(model, seed, dtype, device)
     pages = num_pages if num_pages is not None else _pages(loaded, kv_memory, page_tokens)
     runner = Runner(loaded, pages, page_tokens, threads=threads)
     for spec in lora or ():
         _add_lora(runner, loaded, spec)
-    joining = Joining(store, store_token, prefetch, deadline_ms, min_load_tokens, wait_store_s)
     client, hooks = _join(loaded, runner, block_tokens, page_tokens, joining)
     try:
         engine = Engine(
@@ -104,8 +120,8 @@ def engine_command(
             page_tokens=page_tokens,
             hooks=hooks,
             runner=runner,
-            hash_algo=hash_algo,
-            hash_seed=hash_seed,
+            hash_algo=settings.hash.algorithm,
+            hash_seed=settings.hash.seed or None,
             max_batch_tokens=max_batch_tokens,
             max_running=max_running,
             max_context=max_context,
@@ -118,6 +134,20 @@ def engine_command(
     finally:
         if client is not None:
             client.close()
+
+
+def _settings(config: str | None, prefetch: dict[str, Any], hashing: dict[str, Any]) -> Settings:
+    """The configuration, with what the command line said laid over it."""
+    from kvstore.config import Settings
+    from kvstore.hashing import check_algorithm
+
+    given = {
+        section: {key: value for key, value in values.items() if value is not None}
+        for section, values in (("prefetch", prefetch), ("hash", hashing))
+    }
+    settings = Settings.load(config, given)
+    check_algorithm(settings.hash.algorithm)
+    return settings
 
 
 def _load(model: str, seed: int, dtype: str, device: str) -> LoadedModel:
@@ -178,10 +208,8 @@ def _join(
 
         return None, NoHooks(block_tokens)
     from kvstore.connectors.reference import ReferenceHooks
-    from kvstore.tiers.policies.prefetch import prefetch_policy
     from kvstore.wire import connect
 
-    policy = prefetch_policy(joining.policy, cap_ms=joining.deadline_ms)
     client = connect(
         joining.socket,
         loaded.namespace(block_tokens),
@@ -194,7 +222,7 @@ def _join(
             client,
             runner.pool,
             page_tokens,
-            policy=policy,
+            policy=joining.policy,
             deadline_ms=joining.deadline_ms,
             min_load_tokens=joining.min_load_tokens,
         )

@@ -58,6 +58,7 @@ def test_it_serves_and_ends_on_a_signal() -> None:
             ["--model", "random", "--store", "/none.sock", "--prefetch", "best_efort"],
             ["best_efort", "'best_effort'"],
         ),
+        (["--model", "random", "--prefetch", "best_efort"], ["best_efort", "'best_effort'"]),
     ],
 )
 def test_mistakes_are_one_line(
@@ -68,6 +69,27 @@ def test_mistakes_are_one_line(
     assert text.count("\n") == 1
     for word in words:
         assert word in text
+
+
+def test_a_file_says_how_to_wait_and_hash_and_options_win(tmp_path: Path) -> None:
+    from kvstore.cli.engine import _settings
+    from kvstore.wire import build_prefetch_policy
+
+    file = tmp_path / "engine.toml"
+    file.write_text(
+        '[prefetch]\npolicy = "timeout"\nbase_ms = 7\ncap_ms = "3s"\nmin_tokens = 64\n'
+        '[hash]\nseed = "a"\n'
+    )
+    nothing = {"policy": None, "cap_ms": None, "min_tokens": None}
+    read = _settings(str(file), nothing, {"algorithm": None, "seed": None})
+    policy = build_prefetch_policy(read)
+    assert (policy.name, policy.cap_ms, read.prefetch.min_tokens) == ("timeout", 3000.0, 64)
+    assert (read.hash.algorithm, read.hash.seed) == ("sha256_cbor", "a")
+    over = {**nothing, "policy": "best_effort", "cap_ms": 9.0}
+    read = _settings(str(file), over, {"algorithm": "xxhash_cbor", "seed": "b"})
+    assert build_prefetch_policy(read).name == "best_effort"
+    assert build_prefetch_policy(read).cap_ms == 9.0
+    assert (read.hash.algorithm, read.hash.seed) == ("xxhash_cbor", "b")
 
 
 def test_a_port_in_use_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
@@ -86,10 +108,11 @@ def test_the_engine_goes_on_without_the_sidecar_it_was_given(tmp_path: Path) -> 
     from kvstore.engine.loader import random_model
     from kvstore.engine.loop import Engine
     from kvstore.engine.runner import Runner
+    from kvstore.tiers.policies.prefetch import Timeout
 
     loaded = random_model(0, layers=1, hidden=16, heads=1, kv_heads=1, vocab=300)
     runner = Runner(loaded, 64, 4)
-    joining = Joining(os.fspath(tmp_path / "none.sock"), "", "timeout", 200.0, 0, 0.0)
+    joining = Joining(os.fspath(tmp_path / "none.sock"), "", 0.0, Timeout(cap_ms=200.0), 200.0, 0)
     client, hooks = _join(loaded, runner, 8, 4, joining)
     engine = Engine(loaded, num_pages=64, page_tokens=4, hooks=hooks, runner=runner)
     for _ in range(2):

@@ -32,17 +32,17 @@ class Driver:
         self.registered: dict[int, int] = {}
         self.refusing = False
 
-    def hostRegister(self, host: int, nbytes: int, flags: int) -> None:  # noqa: N802
+    def hostRegister(self, host: int, nbytes: int, flags: int) -> None:
         if self.refusing or host in self.registered:
             raise self.CUDARuntimeError("cannot register")
         assert nbytes == SLOTS * SLOT_BYTES
         self.registered[host] = inode_at(host)
 
-    def hostUnregister(self, host: int) -> None:  # noqa: N802
+    def hostUnregister(self, host: int) -> None:
         if self.registered.pop(host, None) is None:
             raise self.CUDARuntimeError("not registered")
 
-    def pointerGetAttributes(self, host: int) -> SimpleNamespace:  # noqa: N802
+    def pointerGetAttributes(self, host: int) -> SimpleNamespace:
         return SimpleNamespace(devicePointer=host + (1 << 50))
 
 
