@@ -73,7 +73,7 @@ def cached(outputs: list[Output]) -> Counter[str]:
 
 
 def one_set(loaded: LoadedModel, baseline: Baseline, folder: Path, seed: int) -> Counter[str]:
-    """One random set of prompts: in turn, in a burst under pressure with aborts, and from disk.
+    """One random set of prompts: in turn, in a burst with aborts, with too few pages, from disk.
 
     Returns tokens by tier, and how often pressure was felt.
     """
@@ -90,8 +90,12 @@ def one_set(loaded: LoadedModel, baseline: Baseline, folder: Path, seed: int) ->
     settle(store)
 
     burst = [asks[index] for index in rng.integers(0, len(asks), 8)] + asks_of(rng, 3)
-    burst += [replace(ask, max_tokens=24) for ask in asks_of(rng, 3, longest=30)]
     seen += burst_with_aborts(second, baseline, burst, rng)
+    # Their outputs alone take twice the pool, so one takes pages from another, whatever the timing.
+    pressing = [replace(ask, max_tokens=60) for ask in asks_of(rng, 4, longest=30)]
+    outputs = second.ask(pressing)
+    check_same(baseline, pressing, outputs)
+    seen += cached(outputs)
     seen["preemptions"] += second.engine.stats()["preemptions"]
 
     settle(store)
