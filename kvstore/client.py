@@ -191,7 +191,7 @@ class Client:
             # The sidecar answers a BYE by hanging up; until then it reads what was sent before.
             link.send(pack(Verb.BYE))
             self._reader.join(CLOSE_LIMIT_S)
-            link.hang_up()
+            link.stop_reading()
         self._reader.join()
         links |= {each for each in (link, self._link) if each is not None}
         self._link = None
@@ -199,7 +199,7 @@ class Client:
             each.holders = 0
             each.finish()
         for each in links:
-            each.join()
+            each.join(CLOSE_LIMIT_S)
 
     def __enter__(self) -> Client:
         return self

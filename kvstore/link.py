@@ -72,7 +72,7 @@ class Link:
         self.outbound_bytes = 0
         self._pending: deque[bytes] = deque()
         self._writing = False
-        self._over = False
+        self._broken = False
         self._finished = False
         self._out = threading.Condition()
         self._writer = threading.Thread(target=self._write, name="kvstore-writer", daemon=True)
@@ -81,6 +81,8 @@ class Link:
     def send(self, data: bytes) -> None:
         """Send in order, without waiting. A broken stream is the reader's to notice."""
         with self._out:
+            if self._broken:
+                return
             if not self._pending and not self._writing:
                 try:
                     sent = self.sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -96,13 +98,14 @@ class Link:
             self._out.notify()
 
     def _write(self) -> None:
-        """The writer: sends what the socket did not take at once; ends the link when told to."""
+        """The writer: sends what the socket did not take at once; ends the link when told to, and
+        only once everything is sent or the stream is broken."""
         while True:
             with self._out:
                 self._writing = False
-                while not self._finished and (self._over or not self._pending):
+                while not self._finished and not self._pending:
                     self._out.wait()
-                if self._finished:
+                if not self._pending:
                     break
                 data = self._pending.popleft()
                 self._writing = True
@@ -111,38 +114,36 @@ class Link:
             except OSError:
                 with self._out:
                     self._pending.clear()
-                    self._over = True
+                    self._broken = True
                 continue
             with self._out:
                 self.outbound_bytes -= len(data)
         self.sock.close()
         self.slab.close()
 
-    def hang_up(self) -> None:
-        """End the stream in both directions; wakes whoever blocks on it. Only under the rule."""
-        with self._out:
-            self._over = True
+    def stop_reading(self) -> None:
+        """Wake whoever blocks in a read, as at the stream's end. What is queued is still sent."""
         try:
-            self.sock.shutdown(socket.SHUT_RDWR)
+            self.sock.shutdown(socket.SHUT_RD)
         except OSError:
             return  # the other side was quicker
 
     def finish(self) -> None:
-        """Hang up, and have the writer close the socket and unmap the slab; waits for neither.
+        """Have the writer say BYE, close the socket and unmap the slab; waits for neither.
 
-        No slot of it is named by a live ticket any more: the sidecar is told so, where it still
-        reads, for it would wait for this process's end otherwise.
+        No slot of it is named by a live ticket any more. A sidecar that does not read now is told
+        so when it reads again: without a BYE it would wait for this process's end before it took
+        back what it leased to us.
         """
         assert self.holders == 0, f"{self.holders} tickets still name slots of this slab"
         self.send(pack(Verb.BYE))
-        self.hang_up()
         with self._out:
             self._finished = True
             self._out.notify()
 
-    def join(self) -> None:
-        """Wait for what `finish` left to the writer."""
-        self._writer.join()
+    def join(self, limit_s: float) -> None:
+        """Wait for what `finish` left to the writer; it goes on by itself after that."""
+        self._writer.join(limit_s)
 
 
 def dial(

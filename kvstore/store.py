@@ -265,7 +265,8 @@ class Store:
         while True:
             room = min((workers.room() for workers in self._workers), default=0)
             self.carry_out((), self.brain.spill_dirty(room))
-            if not all(workers.wait_written(deadline_s) for workers in self._workers):
+            written = [workers.wait_written(deadline_s) for workers in self._workers]
+            if not all(written):
                 return False
             if not self.brain.stats()["slots_dirty"]:
                 return True

@@ -17,6 +17,7 @@ from typing import Any, Final
 from kvstore import movers
 from kvstore.blocks import Key
 from kvstore.codecs.base import Codec
+from kvstore.errors import TierError
 from kvstore.leases import Slab
 from kvstore.movers import Moved, Staging
 from kvstore.tiers.base import Tier
@@ -34,6 +35,14 @@ class Probe:
     def __init__(self, keys: Sequence[Key], answer: Callable[[Probe, list[bool]], None]) -> None:
         self.keys = keys
         self.answer = answer
+
+
+class Flush:
+    """A wish that what was written be durable. done: whether it came true, once it has ended."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.done = False
 
 
 class TierWorkers:
@@ -68,7 +77,7 @@ class TierWorkers:
         self._landed = landed
         self._written = written
         self._reads: deque[Flight] = deque()
-        self._writes: deque[Spill | threading.Event] = deque()
+        self._writes: deque[Spill | Flush] = deque()
         self._probes: deque[Probe] = deque()
         self._moved = threading.Condition()
         self._busy = {"reads": 0, "writes": 0}
@@ -129,14 +138,15 @@ class TierWorkers:
             return max(0, self._queue_blocks - len(self._writes))
 
     def wait_written(self, deadline_s: float) -> bool:
-        """Until no write is queued or running and the tier is flushed; False past the deadline."""
+        """Until no write is queued or running and the tier is flushed; False when that failed or
+        took longer."""
         with self._moved:
             if not self._moved.wait_for(self._no_writes, max(0.0, deadline_s - time.monotonic())):
                 return False
-            flushed = threading.Event()
-            self._writes.append(flushed)
+            flush = Flush()
+            self._writes.append(flush)
             self._moved.notify()
-        return flushed.wait(max(0.0, deadline_s - time.monotonic()))
+        return flush.ended.wait(max(0.0, deadline_s - time.monotonic())) and flush.done
 
     def stats(self) -> dict[str, Any]:
         """Queue depths and counters."""
@@ -180,7 +190,7 @@ class TierWorkers:
     def _no_writes(self) -> bool:
         return not self._writes and not self._busy["writes"]
 
-    def _next(self, reads_first: bool) -> Flight | Spill | Probe | threading.Event | None:
+    def _next(self, reads_first: bool) -> Flight | Spill | Probe | Flush | None:
         """Wait for a job; None when closing."""
         with self._moved:
             while not self._closing:
@@ -208,20 +218,29 @@ class TierWorkers:
                     self.counts["probes"] += 1
                     job.answer(job, movers.contained(self.tier, job.keys))
                 else:
-                    self.tier.flush()
-                    job.set()
+                    self._flush(job)
             except Exception:
                 log.exception("%s: a worker's job failed", self.tier.name)
             finally:
                 self._finished(job)
 
-    def _finished(self, job: Flight | Spill | Probe | threading.Event) -> None:
+    def _finished(self, job: Flight | Spill | Probe | Flush) -> None:
         with self._moved:
             if isinstance(job, Flight):
                 self._busy["reads"] -= 1
             elif not isinstance(job, Probe):
                 self._busy["writes"] -= 1
             self._moved.notify_all()
+
+    def _flush(self, flush: Flush) -> None:
+        try:
+            self.tier.flush()
+            flush.done = True
+        except TierError as error:
+            self.counts["faults"] += 1
+            log.warning("%s: flush failed: %s", self.tier.name, error)
+        finally:
+            flush.ended.set()
 
     def _read(self, flight: Flight, staging: Staging) -> None:
         if not self._take_off(flight):

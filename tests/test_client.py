@@ -288,9 +288,10 @@ def test_a_slow_tier_is_no_hang(tmp_path: Path, connect: Connect) -> None:
         welcome(sock, slab)
         pings = 0
         while (message := receiver.read()) is not None:
-            if message[0] == protocol.Verb.PING:
-                pings += 1
-                sock.sendall(protocol.pack(protocol.Verb.PONG, message[1]))
+            if message[0] != protocol.Verb.PING:
+                continue
+            pings += 1
+            sock.sendall(protocol.pack(protocol.Verb.PONG, message[1]))
             if pings == 4:  # sent at half the limit of silence each: twice the limit has passed
                 sock.sendall(protocol.pack(protocol.Verb.UPDATE, 1, True, "", ["disk"], [3]))
         sock.close()

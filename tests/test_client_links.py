@@ -112,3 +112,16 @@ def test_a_client_without_a_thread_to_spare_dials_again(sidecar: ForkedSidecar) 
         wait_until(lambda: client.connected, "it has one when it can")
         assert put(client, HASHES) == len(HASHES)
     assert sidecar.stop() == 0
+
+
+def test_a_close_behind_a_backlog_gives_the_leases_back(sidecar: ForkedSidecar) -> None:
+    """The sidecar hangs with its socket full: BYE waits in this process, and must still arrive."""
+    with Client(sidecar.socket, NAMESPACE) as client:
+        wait_until(lambda: client.connected, "joined")
+        save = until_done(client, client.save(HASHES))
+        assert len(save.grants) == len(HASHES)
+        sidecar.suspend()
+        client.match(hashes_of("more than a socket holds", 60_000))
+    sidecar.resume()
+    wait_until(lambda: sidecar.stats()["l2"]["slots_free"] == SLOTS, "every slot is free again")
+    assert sidecar.stop() == 0

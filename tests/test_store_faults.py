@@ -29,7 +29,7 @@ from store_rig import (
 
 from kvstore import frame
 from kvstore.blocks import Key
-from kvstore.errors import TierFull
+from kvstore.errors import TierFull, TierUnavailable
 from kvstore.session import Session
 from kvstore.store import CLOSE_WAIT_S, Store
 from kvstore.testing.faults import Fault, FaultyTier, always, in_turn
@@ -204,6 +204,27 @@ def test_a_tier_that_is_away_is_a_miss_and_loses_nothing(fault: Fault) -> None:
         until(lambda: store.stats()["l2"]["flights"] == 0)  # or the next load may join one of them
         tier.schedule = None
         assert loaded_tiers(session, hashes(3)) == ["memory"] * 3
+
+
+def test_a_flush_that_fails_says_so_and_flushes_the_others() -> None:
+    class Unsynced(MemoryTier):
+        def flush(self) -> None:
+            raise TierUnavailable("the disk could not sync")
+
+    class Flushed(MemoryTier):
+        flushes = 0
+
+        def flush(self) -> None:
+            self.flushes += 1
+
+    last = Flushed(name="last")
+    with make_store(Unsynced(), last) as store:
+        session = store.session(SPACE)
+        save(session, hashes(3))
+        assert store.flush(timeout_s=100.0) is False
+        assert last.flushes == 1
+        assert store.stats()["tiers"]["memory"]["faults"] == 1
+        assert loaded_tiers(session, hashes(3)) == ["l2"] * 3
 
 
 def test_a_full_tier_takes_no_more_and_harms_nobody() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import select
 import socket
@@ -104,7 +104,7 @@ class Peer:
 
 def _peer_process(sock: socket.socket) -> int | None:
     """A pidfd of the process that connected `sock`, which is still connected; else None."""
-    with contextlib.suppress(OSError):
+    try:
         pid, _, _ = struct.unpack(
             "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         )
@@ -116,4 +116,8 @@ def _peer_process(sock: socket.socket) -> int | None:
         if not poll.poll(0):
             return fd
         os.close(fd)  # it has hung up: its pid may be another's by now
+    except OSError as error:
+        # Without descriptors or memory the client is turned away: it would be served unsafely.
+        if error.errno not in (errno.ESRCH, errno.ENOSYS, errno.EPERM, errno.EINVAL):
+            raise
     return None

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 RECLAIM_WAIT_S = 10.0
 """Longest a write waits for the last reader of a reclaimed segment."""
+ROLL_TRIES = 4
+"""New segments that one frame may see filled by others before it is refused."""
 OVERHEAD_PAGES = 5
 """Pages of a segment that no frame can have: its header, and the least footer."""
 
@@ -138,20 +140,25 @@ class Table:
         Raises TierFull, or OSError when a new segment cannot be made.
         """
         taken = self._take(key, pages)
-        retired = None
+        retired: list[Segment] = []
         if taken is None:
             try:
                 with self._roll_lock:
-                    taken = self._take(key, pages)
-                    if taken is None:
-                        retired = self._retire()
+                    # Others may fill a new segment before we have our part of it.
+                    for _ in range(ROLL_TRIES):
+                        taken = self._take(key, pages)
+                        if taken is not None:
+                            break
+                        retired += self._retire()
                         self._add_segment()
+                    else:
                         taken = self._take(key, pages)
             finally:
                 # Also when no segment could be made: one that is never sealed is never a victim.
-                if retired is not None:
-                    self._seal(retired)
-        assert taken is not None, "a frame larger than a new segment"
+                for segment in retired:
+                    self._seal(segment)
+        if taken is None:
+            raise TierFull(f"{ROLL_TRIES} new segments were full before a frame found its place")
         return taken
 
     def end_write(self, segment: Segment) -> None:
@@ -173,11 +180,11 @@ class Table:
             segment.writers += 1
             return segment, page
 
-    def _retire(self) -> Segment | None:
+    def _retire(self) -> list[Segment]:
         """No more frames for the active segment; returned if it is for the caller to seal."""
         with self.lock:
             segment, self._active = self._active, None
-            return segment if segment is not None and self._may_seal(segment) else None
+            return [segment] if segment is not None and self._may_seal(segment) else []
 
     def _may_seal(self, segment: Segment) -> bool:
         """Whether the caller, who holds the lock, has become the one who seals it."""
