@@ -6,6 +6,8 @@ connector, so this command joins them.
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +52,7 @@ def engine_command(
     port: Annotated[int, typer.Option(help="Port to serve on; 0 takes a free one.")] = 8000,
     config: Annotated[
         str | None,
-        typer.Option(help="TOML file with [prefetch] and [hash]; the options here win over it."),
+        typer.Option(help="TOML file (its sections prefetch, hash); the options here win over it."),
     ] = None,
     store: Annotated[str, typer.Option(help="Unix socket of the node's sidecar.")] = "",
     store_token: Annotated[str, typer.Option(help="Token the sidecar asks for, if any.")] = "",
@@ -210,6 +212,11 @@ def _join(
     from kvstore.connectors.reference import ReferenceHooks
     from kvstore.wire import connect
 
+    if os.path.exists(joining.socket) and not stat.S_ISSOCK(os.stat(joining.socket).st_mode):
+        raise ConfigError(
+            f"--store {joining.socket!r} is no socket; the path given to the sidecar as --socket "
+            "is right"
+        )
     client = connect(
         joining.socket,
         loaded.namespace(block_tokens),
@@ -229,6 +236,11 @@ def _join(
     except BaseException:
         client.close()
         raise
+    if not client.connected:
+        typer.echo(
+            f"kvstore: no sidecar at {joining.socket} yet; serving without one until there is",
+            err=True,
+        )
     return client, hooks
 
 

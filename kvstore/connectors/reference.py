@@ -158,6 +158,7 @@ class ReferenceHooks:
             **self._counts,
             "blocks_loaded_by_tier": dict(self._blocks_by_tier),
             "store_faults": self._store.faults,
+            "store_connected": self._store.store.slab is not None,
             "requests_waiting": len(self._attempts),
             "slots_leased_waiting": self._attempts.slots_leased(),
             "saves_under_way": len(self._saving),

@@ -58,6 +58,7 @@ def test_it_serves_and_ends_on_a_signal() -> None:
             ["--model", "random", "--store", "/none.sock", "--prefetch", "best_efort"],
             ["best_efort", "'best_effort'"],
         ),
+        (["--model", "random", "--store", "/dev"], ["'/dev'", "--socket"]),
         (["--model", "random", "--prefetch", "best_efort"], ["best_efort", "'best_effort'"]),
     ],
 )

@@ -190,10 +190,18 @@ class Demo:
         self._sidecar.kill()
         self._start_sidecar().wait_ready(START_LIMIT_S)
         end_s = time.monotonic() + JOIN_LIMIT_S
-        while call(f"{self._sidecar_url()}/v1/stats")["sessions"] < len(self._engines):
+        while not self._joined():
             if time.monotonic() >= end_s:
                 raise DemoFailed(f"the engines did not join again within {JOIN_LIMIT_S:g} s")
             time.sleep(TICK_S)
+
+    def _joined(self) -> bool:
+        """Whether both sides say that every engine is there: the sidecar counts one from its hello
+        on, the engine has the slab only some time later."""
+        if call(f"{self._sidecar_url()}/v1/stats")["sessions"] < len(self._engines):
+            return False
+        engines = [call(f"{self._url(name)}/stats") for name in self._engines]
+        return all(stats["hooks"]["store_connected"] for stats in engines)
 
     def _reset(self, engine: str) -> None:
         """Empty an engine's own cache."""
