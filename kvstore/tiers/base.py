@@ -49,9 +49,9 @@ class Tier(abc.ABC):
     name: str
     """The tier's name in locations, metrics and usage: "disk", "redis", ..."""
 
-    workers_read: ClassVar[int] = 2
+    workers_read: int = 2
     """Reads that are worth having in flight at once."""
-    workers_write: ClassVar[int] = 1
+    workers_write: int = 1
     """Writes that are worth having in flight at once."""
     local_index: ClassVar[bool] = False
     """`contains` answers from this process's memory: no disk, no network, microseconds."""
@@ -83,9 +83,17 @@ class Tier(abc.ABC):
     def close(self) -> None:
         """Flush what was acknowledged and let go of every resource; later calls raise TierError."""
 
-    def keys(self) -> Iterator[Key]:
-        """Every key held, in no order; only for tiers that can list (disk, memory)."""
+    def usage(self) -> Iterator[tuple[Key, int]]:
+        """Every key held, with the bytes it takes there (its header included).
+
+        The most recently used first, where the tier knows. Only for tiers that can list; the
+        others raise NotImplementedError.
+        """
         raise NotImplementedError(f"tier {self.name} cannot list its keys")
+
+    def keys(self) -> Iterator[Key]:
+        """Every key held, in the order of `usage`."""
+        return (key for key, _ in self.usage())
 
     def clear(self) -> None:
         """Delete everything."""

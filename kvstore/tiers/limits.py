@@ -62,8 +62,8 @@ class Wrapper(Tier):
     def close(self) -> None:
         self.inner.close()
 
-    def keys(self) -> Iterator[Key]:
-        return self.inner.keys()
+    def usage(self) -> Iterator[tuple[Key, int]]:
+        return self.inner.usage()
 
     def clear(self) -> None:
         self.inner.clear()

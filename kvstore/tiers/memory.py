@@ -80,10 +80,10 @@ class MemoryTier(Tier):
             for key in keys:
                 self._used_bytes -= len(self._frames.pop(key, b""))
 
-    def keys(self) -> Iterator[Key]:
+    def usage(self) -> Iterator[tuple[Key, int]]:
         with self._lock:
             self._check_open()
-            return iter(list(self._frames))
+            return iter([(key, len(frame)) for key, frame in reversed(self._frames.items())])
 
     def stats(self) -> dict[str, int | float | str]:
         with self._lock:

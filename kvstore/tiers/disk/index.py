@@ -176,7 +176,8 @@ class Index:
         self._count -= 1
         return True
 
-    def keys(self) -> Iterator[Key]:
+    def items(self) -> Iterator[tuple[Key, int]]:
+        """(key, place) of every block."""
         for (tenant, namespace), places in self._names.items():
-            for hash_ in places:
-                yield Key(tenant, namespace, hash_)
+            for hash_, place in places.items():
+                yield Key(tenant, namespace, hash_), place

@@ -23,7 +23,7 @@ from kvstore.frame import bind
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.directory import DirectoryLock
 from kvstore.tiers.disk.files import PAGE, Files, Pages
-from kvstore.tiers.disk.index import MAX_FRAME_PAGES, pack_place
+from kvstore.tiers.disk.index import MAX_FRAME_PAGES, pack_place, unpack_place
 from kvstore.tiers.disk.segment import Segment
 from kvstore.tiers.disk.sync import Syncer
 from kvstore.tiers.disk.table import Table
@@ -171,10 +171,11 @@ class DiskTier(Tier):
             finally:
                 self._table.drop(segment)
 
-    def keys(self) -> Iterator[Key]:
+    def usage(self) -> Iterator[tuple[Key, int]]:
         with self._lock:
             self._check_open()
-            return iter(list(self._table.index.keys()))
+            places = list(self._table.index.items())
+        return ((key, unpack_place(place)[2] * PAGE) for key, place in places)
 
     def clear(self) -> None:
         with self._lock:
