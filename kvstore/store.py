@@ -80,7 +80,7 @@ class Store:
         tiers: Sequence[Tier] = (),
         *,
         write_policy: WritePolicy | None = None,
-        eviction: EvictionPolicy | str = "lru",
+        eviction: EvictionPolicy[Key] | str = "lru",
         codecs: Mapping[str, str] | None = None,
         queue_blocks: int = QUEUE_BLOCKS,
         own_slab: bool = True,
@@ -99,7 +99,7 @@ class Store:
         self._sessions: dict[int, Session] = {}
         self._hits: Counter[str] = Counter()
         self._closing = False
-        policy = eviction_policy(eviction) if isinstance(eviction, str) else eviction
+        policy = eviction_policy(eviction, slab.slots) if isinstance(eviction, str) else eviction
         self.brain = Brain(
             slab.slots,
             policy,

@@ -24,7 +24,7 @@ from kvstore.leases import Slab
 from kvstore.store import Store
 from kvstore.tiers.base import Tier
 from kvstore.tiers.limits import Breaker, Deadline
-from kvstore.tiers.policies.eviction import eviction_policy
+from kvstore.tiers.policies.eviction import check_eviction
 from kvstore.tiers.policies.prefetch import PrefetchPolicy, prefetch_policy
 from kvstore.tiers.policies.write import WritePolicy, write_policy
 from kvstore.units import format_bytes
@@ -133,7 +133,7 @@ def check(settings: Settings) -> None:
             f"{format_bytes(settings.l2.slot_bytes)}; raise it (--l2) or lower l2.slot_bytes "
             "(--slot)"
         )
-    eviction_policy(settings.l2.eviction)
+    check_eviction(settings.l2.eviction)
     _write_policy(settings)
     build_prefetch_policy(settings)
     check_algorithm(settings.hash.algorithm)

@@ -48,7 +48,7 @@ class Brain:
     def __init__(
         self,
         slots: int,
-        policy: EvictionPolicy,
+        policy: EvictionPolicy[Key],
         write: WritePolicy,
         *,
         tiers: int,

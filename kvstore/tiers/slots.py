@@ -47,7 +47,7 @@ class Block:
 class SlotTable:
     """`slots` slots, the blocks in them, and every client's leases."""
 
-    def __init__(self, slots: int, policy: EvictionPolicy) -> None:
+    def __init__(self, slots: int, policy: EvictionPolicy[Key]) -> None:
         assert slots > 0
         self.slots = slots
         self.policy = policy
@@ -118,7 +118,7 @@ class SlotTable:
         block = self._filled_by(client, slot)
         self._take_back(client, slot)
         block.ready = True
-        self.policy.inserted(block.key)
+        self.policy.inserted(block.key, block.nbytes)
         self.evictable += block.evictable
         return block
 

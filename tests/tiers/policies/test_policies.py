@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvstore.blocks import Key
 from kvstore.errors import ConfigError
-from kvstore.tiers.policies.eviction import eviction_policy
+from kvstore.tiers.policies.eviction import check_eviction, eviction_policy
 from kvstore.tiers.policies.prefetch import (
     PREFETCH_POLICIES,
     BestEffort,
@@ -82,7 +82,7 @@ def test_timeout_grows_with_the_tokens_up_to_the_cap(wanted: int, last_ms: float
 def test_names_make_what_they_say() -> None:
     assert [prefetch_policy(name).name for name in PREFETCH_POLICIES] == list(PREFETCH_POLICIES)
     assert [write_policy(name).name for name in WRITE_POLICIES] == list(WRITE_POLICIES)
-    assert eviction_policy("lru").name == "lru"
+    assert eviction_policy("lru", 6).name == "lru"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_names_make_what_they_say() -> None:
     [
         (prefetch_policy, "best-effort", "best_effort"),
         (write_policy, "writeback", "write_back"),
-        (eviction_policy, "LRU", "lru"),
+        (check_eviction, "LRU", "lru"),
     ],
 )
 def test_an_unknown_name_is_corrected(make: object, wrong: str, right: str) -> None:
@@ -125,7 +125,7 @@ def test_each_write_policy_writes_at_its_own_moment() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("itr"), st.sampled_from(KEYS)), max_size=60))
 def test_lru_yields_the_least_recently_used_first(events: list[tuple[str, Key]]) -> None:
-    policy = eviction_policy("lru")
+    policy = eviction_policy("lru", 6)
     order: list[Key] = []
     for event, key in events:
         if event == "i" and key not in order:
