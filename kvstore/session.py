@@ -65,6 +65,7 @@ class Session:
         if self.closed:
             return self._ended(ticket)
         keys = self._keys(hashes)
+        self._brain.asked(keys)
         self._locate(ticket, keys, probe=True)
         return ticket
 

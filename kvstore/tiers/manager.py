@@ -12,26 +12,29 @@ its copy, and nobody sees a block before its bytes are there.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from kvstore.blocks import Key
+from kvstore.tiers.flights import FlightTable
 from kvstore.tiers.places import Places
 from kvstore.tiers.plans import MISSING, Admission, Flight, LoadPlan, Spill, Spilled, Waiter
 from kvstore.tiers.policies.eviction import EvictionPolicy
 from kvstore.tiers.policies.write import WritePolicy
-from kvstore.tiers.queued import STALL_OFFERS, QueuedSpills
-from kvstore.tiers.slots import WORKERS, Block, SlotTable
+from kvstore.tiers.queued import STALL_OFFERS
+from kvstore.tiers.quotas import SlotQuotas
+from kvstore.tiers.slots import PINS, WORKERS, Block, SlotTable
+from kvstore.tiers.spills import Spills
 
-AHEAD_SCAN_MAX: Final = 1024
-"""Cold blocks looked at for that, at most, on any one call."""
 COUNTERS: Final = (
     "admitted",
     "rejected",
     "busy",
+    "over_quota",
+    "expired",
+    "warmed",
     "spills_written",
     "spills_dropped",
     "spills_failed",
@@ -42,7 +45,8 @@ class Brain:
     """Tables of one slab. See the module's text.
 
     slots: of the slab. tiers: how many tiers lie below. flights_max: loads in progress at most,
-    per tier; more are cut. stall_offers: see `queued.STALL_OFFERS`.
+    per tier; more are cut. quotas: slots by tenant (`quotas.EVERYBODY` for each other one).
+    pins_max: slots that may be pinned. stall_offers: see `queued.STALL_OFFERS`.
     """
 
     def __init__(
@@ -53,23 +57,26 @@ class Brain:
         *,
         tiers: int,
         flights_max: int,
+        quotas: Mapping[str, int] | None = None,
+        pins_max: int = 0,
         stall_offers: int = STALL_OFFERS,
     ) -> None:
-        assert flights_max >= 0
         self.lock = threading.RLock()
         self.places = Places()
-        self._table = SlotTable(slots, policy)
-        self._policy = policy
-        self._write = write
-        self._tiers = tiers
-        self._flights_max = flights_max
-        self._flights: dict[Key, Flight] = {}
-        self._in_flight = [0] * tiers
-        self._spilling = 0
-        self._frozen = False
-        self._queued = QueuedSpills(stall_offers)
-        self._clean_floor = write.clean_floor(slots)
         self._counts: Counter[str] = Counter()
+        self._policy = SlotQuotas(policy, quotas or {})
+        self._table = SlotTable(slots, self._policy)
+        self._spills = Spills(
+            self._table,
+            write,
+            self._policy,
+            tiers=tiers,
+            stall_offers=stall_offers,
+            counts=self._counts,
+        )
+        self._pins_max = pins_max
+        self._flights = FlightTable(tiers, flights_max)
+        self._frozen = False
 
     def add_client(self, client: int) -> None:
         """A client that may hold leases from here on."""
@@ -83,7 +90,7 @@ class Brain:
         worker is at work.
         """
         with self.lock:
-            for flight in list(self._flights.values()):
+            for flight in self._flights.all():
                 for waiter in [w for w in flight.waiters if w.client == client]:
                     self.leave(waiter, flight)
             self._table.drop_client(client)
@@ -115,18 +122,18 @@ class Brain:
                     if block.ready:
                         self._table.lease(client, block)
                         own.append(block.slot)
-                        self._hit(block, answer.spills)
+                        self._spills.hit(block, answer.spills)
             for index, key in enumerate(keys):
                 if self._table.get(key) is not None:
                     continue
-                slot = self._take()
+                slot = self._take(key)
                 if slot is None:
                     answer.dropped = sum(self._table.get(key) is None for key in keys[index:])
                     break
                 self._table.fill(client, key, slot, nbytes)
                 answer.grants.append((index, slot))
             self.release(client, own)
-            self._spill_ahead(answer.spills)
+            self._spills.ahead(answer.spills)
             self._counts["admitted"] += len(answer.grants)
             self._counts["rejected"] += answer.rejected
             self._counts["busy"] += answer.dropped
@@ -137,11 +144,7 @@ class Brain:
         with self.lock:
             spills: list[Spill] = []
             for slot in reversed(list(slots)):
-                block = self._table.publish(client, slot)
-                if self._tiers and self._write.on_commit:
-                    self._spill(block, range(self._tiers), spills)
-                elif self._tiers and self._write.on_evict:
-                    self._table.set_dirty(block, True)
+                self._spills.published(self._table.publish(client, slot), spills)
             # Queues are served in order, and a prefix is worth more than what follows it.
             spills.reverse()
             return spills
@@ -153,6 +156,11 @@ class Brain:
                 self._table.discard(client, slot)
 
     # --- loads --------------------------------------------------------------------------
+
+    def asked(self, keys: Sequence[Key]) -> None:
+        """Somebody asks for this run, from a prompt's first block on."""
+        with self.lock:
+            self._policy.asked(keys)
 
     def match(self, keys: Sequence[Key], nbytes: int) -> int:
         """Length of the leading run that is READY in L2."""
@@ -188,7 +196,7 @@ class Brain:
                 block = self._table.usable(keys[index], nbytes)
                 if block is not None:
                     self._table.lease(client, block)
-                    self._hit(block, plan.spills)
+                    self._spills.hit(block, plan.spills)
                     ready[index] = block.slot
             for index in range(len(keys)):
                 if index in ready:
@@ -202,7 +210,7 @@ class Brain:
                     plan.ready.append((index, ready[index]))
                 else:
                     self._table.release(client, ready[index])
-            self._spill_ahead(plan.spills)
+            self._spills.ahead(plan.spills)
             return plan
 
     def take_off(self, flight: Flight) -> bool:
@@ -215,31 +223,26 @@ class Brain:
         """The flight goes on from another tier, where no worker has begun it; False when it cannot:
         nobody waits for it any more, or that tier has as many as it may."""
         with self.lock:
-            if not flight.waiters or self._in_flight[tier] >= self._flights_max:
+            if not flight.waiters or self._flights.full(tier):
                 return False
-            self._in_flight[flight.tier] -= 1
-            self._in_flight[tier] += 1
-            flight.tier = tier
-            flight.started = False
+            self._flights.redirect(flight, tier)
             return True
 
     def land(self, flight: Flight) -> tuple[list[Waiter], list[Spill]]:
         """The block is in its slot, verified: publish it and lease it to those who still wait."""
         with self.lock:
-            self._end(flight)
+            self._flights.end(flight)
             block = self._table.publish(WORKERS, flight.slot)
-            block.written = True
             for waiter in flight.waiters:
                 self._table.lease(waiter.client, block)
             spills: list[Spill] = []
-            if self._write.on_commit:
-                self._spill(block, range(flight.tier), spills)
+            self._spills.landed(block, flight.tier, spills)
             return list(flight.waiters), spills
 
     def fail(self, flight: Flight) -> list[Waiter]:
         """The block did not come; its slot is free again. Returns those who waited."""
         with self.lock:
-            self._end(flight)
+            self._flights.end(flight)
             self._table.discard(WORKERS, flight.slot)
             return list(flight.waiters)
 
@@ -273,41 +276,85 @@ class Brain:
     def begin(self, spill: Spill) -> bool:
         """A worker begins to write; False when the spill was cancelled."""
         with self.lock:
-            if not spill.cancelled:
-                self._queued.remove(spill)
-            return not spill.cancelled
+            return self._spills.begin(spill)
 
     def spilled(self, spill: Spill, outcome: Spilled) -> None:
-        """A spill ended; its lease goes back.
-
-        Once a tier has tried, L2 need not keep the block: one that the tier refused may leave
-        unwritten, unless it is hit before that, which asks for another try.
-        """
+        """A spill ended; its lease goes back. See `Spills.ended`."""
         with self.lock:
-            assert self._table.at(spill.slot).key == spill.key, "a leased slot changed hands"
-            assert not spill.cancelled, "a cancelled spill was carried out"
-            self._queued.remove(spill)
-            self._spilling -= 1
-            self._counts[f"spills_{outcome.value}"] += 1
-            block = self._table.release(WORKERS, spill.slot)
-            if outcome is not Spilled.DROPPED:
-                self._queued.ended()
-                self._table.set_dirty(block, False)
-            if outcome is not Spilled.WRITTEN:
-                block.written = False  # so that its next hit sends it again
+            self._spills.ended(spill, outcome)
 
     def spill_dirty(self, limit: int) -> list[Spill]:
         """Spills of up to `limit` dirty blocks, coldest first: for a flush."""
         with self.lock:
+            return self._spills.dirty(limit)
+
+    # --- care ---------------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[Key], nbytes: int) -> tuple[int, list[Spill]]:
+        """Keep the leading run that is READY in L2 until `unpin`: neither evicted nor cleared.
+
+        Returns how many of the keys are pinned now (fewer: not READY, or no more may be pinned),
+        and what is to be written below, because it would else have waited for its eviction.
+        """
+        with self.lock:
             spills: list[Spill] = []
-            for key in self._policy.victims():
-                if limit <= 0:
-                    break
-                block = self._table[key]
-                if block.dirty and not block.written:
-                    self._spill(block, range(self._tiers), spills)
-                    limit -= 1
-            return spills
+            for index, key in enumerate(keys):
+                block = self._table.usable(key, nbytes)
+                if block is None:
+                    return index, spills
+                if self._table.is_pinned(block):
+                    continue
+                if self._table.pinned >= self._pins_max:
+                    return index, spills
+                self._table.lease(PINS, block)
+                self._spills.settle(block, spills)
+            return len(keys), spills
+
+    def unpin(self, keys: Iterable[Key]) -> int:
+        """Let these be evicted again; returns how many were pinned."""
+        with self.lock:
+            blocks = filter(None, map(self._table.get, keys))
+            slots = [block.slot for block in blocks if self._table.is_pinned(block)]
+            self.release(PINS, slots)
+            return len(slots)
+
+    def unpin_all(self) -> int:
+        """Let every pinned block be evicted again; returns how many there were."""
+        with self.lock:
+            return self._table.unpin_all()
+
+    def age(self, epochs: int) -> int:
+        """One epoch has passed: evict what was published at least so many ago and nobody uses;
+        returns how many blocks that were."""
+        with self.lock:
+            self._table.epoch += 1
+            old = [b for b in self._table.older(epochs) if self._spills.idle(b)]
+            for block in old:
+                self._spills.give_up(block)
+            self._counts["expired"] += len(old)
+            return len(old)
+
+    def adopt(self, key: Key, nbytes: int, spare: int) -> int | None:
+        """A slot to fill with a block that a tier has, before anybody asks for it.
+
+        None when L2 has the key, its tenant has its share, or no more than `spare` slots are free:
+        nothing is evicted for it. To be handed to `adopted` or `abandon`, as WORKERS.
+        """
+        with self.lock:
+            if self._table.free <= spare or self._table.get(key) is not None:
+                return None
+            if self._frozen or self._policy.full(key.tenant):
+                return None
+            slot = self._table.take()
+            assert slot is not None
+            self._table.fill(WORKERS, key, slot, nbytes)
+            return slot
+
+    def adopted(self, slot: int) -> None:
+        """The block in an adopted slot is there: publish it. The tiers have it already."""
+        with self.lock:
+            self._table.publish(WORKERS, slot).written = True
+            self._counts["warmed"] += 1
 
     # --- views --------------------------------------------------------------------------
 
@@ -316,28 +363,27 @@ class Brain:
         with self.lock:
             return self._table.evict_idle()
 
-    def stats(self) -> dict[str, int]:
-        """Occupancy in slots, and counters."""
+    def stats(self) -> dict[str, Any]:
+        """Occupancy in slots, and counters; "tenants": slots by tenant; "eviction": its policy's
+        own numbers."""
         with self.lock:
             return {
                 **self._table.stats(),
+                "pins_max": self._pins_max,
                 "flights": len(self._flights),
-                "spilling": self._spilling,
+                "spilling": self._spills.spilling,
                 "known": len(self.places),
                 **{name: self._counts[name] for name in COUNTERS},
+                "tenants": dict(self._policy.slots),
+                "eviction": self._policy.stats(),
             }
 
     def check(self) -> None:
         """Assert every invariant of the tables; for tests."""
         with self.lock:
             self._table.check()
-            assert sum(self._in_flight) == len(self._flights)
-            assert all(count >= 0 for count in self._in_flight)
-            for key, flight in self._flights.items():
-                assert self._table.at(flight.slot).key == key
-                assert not flight.cancelled
-            self._queued.check(self._table)
-            assert len(self._queued) <= self._spilling
+            self._flights.check(self._table)
+            self._spills.check()
 
     # --- inside: all under the lock -----------------------------------------------------
 
@@ -359,15 +405,15 @@ class Brain:
                 return "being saved, or of another size"
             if source is None:
                 return MISSING
-            if self._in_flight[source] >= self._flights_max:
+            if self._flights.full(source):
                 return "too many loads in progress"
-            slot = self._take()
+            slot = self._take(key)
             if slot is None:
                 self._counts["busy"] += 1
                 return "no free slot"
             self._table.fill(WORKERS, key, slot, nbytes)
-            flight = self._flights[key] = Flight(key, slot, nbytes, source)
-            self._in_flight[source] += 1
+            flight = Flight(key, slot, nbytes, source)
+            self._flights.start(flight)
             plan.flights.append(flight)
         elif flight.nbytes != nbytes:
             return "of another size"
@@ -381,70 +427,11 @@ class Brain:
         frame before any session had told the size, and goes as soon as nobody uses it."""
         block = self._table.get(key)
         wrong = block is not None and block.ready and block.nbytes != nbytes
-        if block is None or not wrong or not self._queued.alone_hold(block):
+        if block is None or not wrong or not self._spills.idle(block):
             return block
-        self._give_up(block)
+        self._spills.give_up(block)
         return None
 
-    def _take(self) -> int | None:
-        """A slot to fill: a free one, one of a block that may go, or one that waits to be written.
-
-        A tier that is slow or hangs would else hold slots that everybody needs. A block that goes
-        unwritten for that is counted as dropped.
-        """
-        slot = None if self._frozen else self._table.take()
-        if slot is not None or self._frozen:
-            return slot
-        block = self._queued.victim(self._table)
-        if block is not None:
-            self._give_up(block)
-            return self._table.take()
-        if self._spilling:
-            self._queued.refused()
-        return None
-
-    def _give_up(self, block: Block) -> None:
-        """Evict a block that nobody uses, unwritten: its spills are cancelled, and dropped."""
-        spills = self._queued.of(block)
-        if block.dirty and not spills:
-            self._counts["spills_dropped"] += self._tiers
-        for spill in spills:
-            self.spilled(spill, Spilled.DROPPED)
-            spill.cancelled = True
-        self._table.evict(block)
-
-    def _end(self, flight: Flight) -> None:
-        ended = self._flights.pop(flight.key)
-        assert ended is flight
-        self._in_flight[flight.tier] -= 1
-
-    def _hit(self, block: Block, spills: list[Spill]) -> None:
-        block.hits += 1
-        self._policy.touched(block.key)
-        if self._tiers and not block.written and self._write.on_hit(block.hits):
-            self._spill(block, range(self._tiers), spills)
-        if self._tiers and not block.written and self._write.on_evict:
-            self._table.set_dirty(block, True)
-
-    def _spill(self, block: Block, tiers: Iterable[int], spills: list[Spill]) -> None:
-        """Lease the block to the workers once for each tier it goes to."""
-        for tier in tiers:
-            self._table.lease(WORKERS, block)
-            self._spilling += 1
-            block.written = True
-            spill = Spill(block.key, block.slot, block.nbytes, tier)
-            self._queued.add(spill)
-            spills.append(spill)
-
-    def _spill_ahead(self, spills: list[Spill]) -> None:
-        """write_back: send the coldest dirty blocks down before their slots are needed."""
-        have = self._table.free + self._table.evictable + self._spilling // max(1, self._tiers)
-        if have >= self._clean_floor:
-            return
-        for key in itertools.islice(self._policy.victims(), AHEAD_SCAN_MAX):
-            block = self._table[key]
-            if block.dirty and not block.written and block.count == 1:
-                self._spill(block, range(self._tiers), spills)
-                have += 1
-                if have >= self._clean_floor:
-                    return
+    def _take(self, key: Key) -> int | None:
+        """A slot to fill with this key."""
+        return None if self._frozen else self._spills.take(key.tenant)

@@ -14,16 +14,29 @@ from collections import Counter
 from typing import Final
 
 from kvstore.blocks import Key
-from kvstore.tiers.policies.eviction import EvictionPolicy
+from kvstore.tiers.quotas import SlotQuotas
 
 WORKERS: Final = 0
 """The client that holds the leases of the store's own workers."""
+PINS: Final = -1
+"""The client that holds one lease on each pinned block."""
 
 
 class Block:
     """What is known of a slot that is not free."""
 
-    __slots__ = ("count", "dirty", "filler", "hits", "key", "nbytes", "ready", "slot", "written")
+    __slots__ = (
+        "count",
+        "dirty",
+        "epoch",
+        "filler",
+        "hits",
+        "key",
+        "nbytes",
+        "ready",
+        "slot",
+        "written",
+    )
 
     def __init__(self, key: Key, slot: int, nbytes: int, filler: int) -> None:
         self.key = key
@@ -33,6 +46,8 @@ class Block:
         self.ready = False
         self.count = 1
         self.hits = 0
+        self.epoch = 0
+        """The table's epoch when it was published."""
         self.dirty = False
         """Must be written below before it may be evicted (write_back)."""
         self.written = False
@@ -47,17 +62,19 @@ class Block:
 class SlotTable:
     """`slots` slots, the blocks in them, and every client's leases."""
 
-    def __init__(self, slots: int, policy: EvictionPolicy[Key]) -> None:
+    def __init__(self, slots: int, policy: SlotQuotas) -> None:
         assert slots > 0
         self.slots = slots
         self.policy = policy
+        self.epoch = 0
+        """Counts on as time goes by, for who lets blocks grow old."""
         self.evictable = 0
         """READY blocks that could be evicted now."""
         self.evictions = 0
         self._free = list(range(slots - 1, -1, -1))
         self._blocks: dict[Key, Block] = {}
         self._by_slot: list[Block | None] = [None] * slots
-        self._held: dict[int, Counter[int]] = {WORKERS: Counter()}
+        self._held: dict[int, Counter[int]] = {WORKERS: Counter(), PINS: Counter()}
 
     @property
     def free(self) -> int:
@@ -112,12 +129,14 @@ class SlotTable:
         self._held[client][slot] += 1
         self._blocks[key] = block
         self._by_slot[slot] = block
+        self.policy.took(key.tenant)
 
     def publish(self, client: int, slot: int) -> Block:
         """FILLING to READY, the only way there: the filler's reference becomes residency."""
         block = self._filled_by(client, slot)
         self._take_back(client, slot)
         block.ready = True
+        block.epoch = self.epoch
         self.policy.inserted(block.key, block.nbytes)
         self.evictable += block.evictable
         return block
@@ -169,6 +188,27 @@ class SlotTable:
             self.evict(block)
         return len(idle)
 
+    def older(self, epochs: int) -> list[Block]:
+        """READY blocks that were published at least so many epochs ago."""
+        oldest = self.epoch - epochs
+        return [b for b in self._blocks.values() if b.ready and b.epoch <= oldest]
+
+    @property
+    def pinned(self) -> int:
+        """Blocks that are pinned."""
+        return len(self._held[PINS])
+
+    def is_pinned(self, block: Block) -> bool:
+        """Whether a block is pinned."""
+        return block.slot in self._held[PINS]
+
+    def unpin_all(self) -> int:
+        """Take every pin back; returns how many there were."""
+        slots = list(self._held[PINS])
+        for slot in slots:
+            self.release(PINS, slot)
+        return len(slots)
+
     def stats(self) -> dict[str, int]:
         """Occupancy, in slots. free + filling + ready = slots."""
         blocks = self._blocks.values()
@@ -178,7 +218,10 @@ class SlotTable:
             "slots_free": len(self._free),
             "slots_filling": len(blocks) - ready,
             "slots_ready": ready,
-            "slots_leased": sum(block.ready and block.count > 1 for block in blocks),
+            "slots_leased": sum(
+                block.ready and block.count > 1 + self.is_pinned(block) for block in blocks
+            ),
+            "slots_pinned": self.pinned,
             "slots_dirty": sum(block.dirty for block in blocks),
             "evictions": self.evictions,
         }
@@ -200,6 +243,8 @@ class SlotTable:
                 assert self._blocks[block.key] is block
                 assert block.count == leases[slot] + block.ready
         assert self.evictable == sum(block.evictable for block in self._blocks.values())
+        assert all(count == 1 for count in self._held[PINS].values()), "pinned twice"
+        assert self.policy.slots == Counter(key.tenant for key in self._blocks)
         resident = {key for key, block in self._blocks.items() if block.ready}
         assert resident == set(self.policy.victims())
 
@@ -224,4 +269,5 @@ class SlotTable:
         assert block.count == 0
         del self._blocks[block.key]
         self._by_slot[block.slot] = None
+        self.policy.gave(block.key.tenant)
         self._free.append(block.slot)
