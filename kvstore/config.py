@@ -108,7 +108,15 @@ class L2Settings(Section):
     huge_pages: bool = False
     """Ask for huge pages behind the slab."""
     eviction: str = "lru"
-    """Order in which blocks leave L2."""
+    """Order in which blocks leave L2: lru, lfu, s3fifo, cost, auto."""
+    ttl_ms: Milliseconds = Field(default=0.0, ge=0)
+    """How long a block stays at most; 0: for ever."""
+    pin_share: float = Field(default=0.25, ge=0, le=1)
+    """Share of the slots that may be pinned."""
+    warm_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the slots that is filled from the tiers below at start."""
+    quota: Mapping[str, Bytes] = Field(default_factory=dict)
+    """Most bytes by tenant, whole slots; "*": of each tenant that is not named."""
 
 
 class TierSettings(BaseModel):
@@ -121,7 +129,15 @@ class TierSettings(BaseModel):
     name: str = ""
     """Name in locations and metrics; "": the last part of `kind`."""
     codec: str = "auto"
-    """How blocks are encoded on it: auto, identity, zstd-planes."""
+    """How blocks are encoded on it: auto, identity, zstd, zstd-planes."""
+    read_rate: Bytes = Field(default=0, ge=0)
+    """Most bytes read a second; 0: as many as it gives."""
+    write_rate: Bytes = Field(default=0, ge=0)
+    """Most bytes written a second; 0: as many as it takes."""
+    queue_ms: Milliseconds = Field(default=5000.0, ge=0)
+    """Writes wait for it at most as long as this takes at its measured rate; 0: no such bound."""
+    quota: Mapping[str, Bytes] = Field(default_factory=dict)
+    """Most bytes by tenant; "*": of each tenant that is not named."""
 
     @property
     def label(self) -> str:
@@ -186,7 +202,7 @@ class LimitSettings(Section):
     """HTTP block transfers at once; each owns a slot-sized buffer. More answer 503. Where there are
     several, one is kept free of reads of tiers, which may hang."""
     queue_blocks: int = Field(default=256, ge=1)
-    """Blocks waiting to be written, per tier; more are dropped and counted."""
+    """Blocks waiting to be written, per tier; more are dropped and counted. See `queue_ms`."""
     tier_deadline_ms: Milliseconds = Field(default=2000.0, gt=0)
     """Longest a call to a tier is waited for."""
     breaker_failures: int = Field(default=3, ge=1)

@@ -166,6 +166,12 @@ class Session:
 
     drop = close
 
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     # --- for the store and the books ----------------------------------------------------
 
     def moved(self, ticket: Ticket) -> None:

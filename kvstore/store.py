@@ -16,14 +16,16 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvstore import codecs, frame, movers
 from kvstore.blocks import Key, Namespace
+from kvstore.care import Ageing, Pinned, Warmer, pin_run
 from kvstore.codecs.base import Codec
-from kvstore.errors import ConfigError, FrameInvalid, StoreClosed, TierFull
+from kvstore.errors import ConfigError, StoreClosed
 from kvstore.finder import L2, Finder
+from kvstore.frame_door import FrameDoor
 from kvstore.leases import Slab
 from kvstore.movers import Moved
 from kvstore.session import Session, deadline_after
@@ -38,8 +40,6 @@ from kvstore.workers import TierWorkers
 
 log = logging.getLogger(__name__)
 
-QUEUE_BLOCKS: Final = 256
-"""Spills waiting, per tier; more are dropped and counted."""
 CLOSE_WAIT_S: Final = 5.0
 """How long closing waits for workers that are inside a tier."""
 RESIDENT_FLOOR: Final = 2
@@ -62,12 +62,30 @@ class SlotNeeds:
         return self.resident + self.granted + self.workers
 
 
+@dataclass(frozen=True)
+class Budgets:
+    """What may be taken, of L2 and of time.
+
+    queue_blocks: spills waiting, per tier; more are dropped and counted.
+    queue_s: by tier name, how many seconds of the tier's measured rate may wait; 0: no such bound.
+    quotas: bytes of L2 by tenant, whole slots of them; `quotas.EVERYBODY` for each other one.
+    pin_share: of all slots, how many may be pinned.
+    ttl_s: how long a block stays in L2 at most; 0: for ever.
+    """
+
+    queue_blocks: int = 256
+    queue_s: Mapping[str, float] = field(default_factory=dict)
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    pin_share: float = 0.25
+    ttl_s: float = 0.0
+
+
 class Store:
     """See the module's text.
 
     tiers: fastest first; the store owns and closes them.
     codecs: tier name to kind of codec ("auto" where not named).
-    queue_blocks: bound of each tier's write queue.
+    budgets: what tenants, pins, queues and age may take; see `Budgets`.
     own_slab: close the slab with the store.
 
     Raises:
@@ -82,13 +100,14 @@ class Store:
         write_policy: WritePolicy | None = None,
         eviction: EvictionPolicy[Key] | str = "lru",
         codecs: Mapping[str, str] | None = None,
-        queue_blocks: int = QUEUE_BLOCKS,
+        budgets: Budgets | None = None,
         own_slab: bool = True,
     ) -> None:
         names = [tier.name for tier in tiers]
         if len(set(names)) < len(names) or L2 in names:
             raise ConfigError(f"tier names {names} must be distinct, and none of them {L2!r}")
-        _check_slots(slab, tiers)
+        needs = _check_slots(slab, tiers)
+        budgets = budgets or Budgets()
         self.slab = slab
         self._own_slab = own_slab
         self._tiers = list(tiers)
@@ -106,6 +125,8 @@ class Store:
             write_policy or WritePolicy(),
             tiers=len(tiers),
             flights_max=slab.slots - RESIDENT_FLOOR - GRANTED_FLOOR,
+            quotas={name: n // slab.slot_bytes for name, n in budgets.quotas.items()},
+            pins_max=min(int(slab.slots * budgets.pin_share), slab.slots - needs.total),
         )
         for kind in self._kinds.values():
             _codec_for(kind, "bfloat16")
@@ -113,7 +134,8 @@ class Store:
             TierWorkers(
                 tier,
                 slab,
-                queue_blocks=queue_blocks,
+                queue_blocks=budgets.queue_blocks,
+                queue_s=budgets.queue_s.get(tier.name, 0.0),
                 direct=self._kinds[tier.name] == movers.IDENTITY,
                 codec_of=lambda key, name=tier.name: self._codec_of(name, key),  # type: ignore[misc]
                 take_off=self.brain.take_off,
@@ -124,6 +146,16 @@ class Store:
             for tier in self._tiers
         ]
         self.finder = Finder(self.brain, self._workers)
+        self.frames = FrameDoor(
+            self.brain,
+            slab,
+            self._tiers,
+            namespace_of=self._namespaces.get,
+            carry_out=self.carry_out,
+            count_hits=self.count_hits,
+        )
+        self.warmer = Warmer(self.brain, slab, self._tiers)
+        self._ageing = Ageing(self.brain, budgets.ttl_s) if budgets.ttl_s else None
 
     def session(self, namespace: Namespace, tenant: str = "default") -> Session:
         """A session for one engine.
@@ -174,89 +206,6 @@ class Store:
         with self.brain.lock:
             self._sessions.pop(client, None)
 
-    # --- frames, for clients that cannot map the slab -----------------------------------
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes a payload buffer must have to take any frame of this store."""
-        return movers.payload_bound(self.slab.slot_bytes)
-
-    def contains(self, keys: Sequence[Key]) -> list[str]:
-        """For each key the name of the fastest tier that has it, "" for none. Asks remote tiers,
-        so it may wait for them."""
-        names = [""] * len(keys)
-        for i, key in enumerate(keys):
-            borrowed = self.brain.borrow(key)
-            if borrowed is not None:
-                self.brain.release(WORKERS, [borrowed[0]])
-                names[i] = L2
-        for tier in self._tiers:
-            missing = [i for i, name in enumerate(names) if not name]
-            if missing:
-                found = movers.contained(tier, [keys[i] for i in missing])
-                for i, has in zip(missing, found, strict=True):
-                    names[i] = tier.name if has else ""
-        return names
-
-    def read_frame(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        """A verified frame of this block, from L2 or else a tier; payload bytes, 0 for a miss."""
-        return self.resident_frame(key, header, payload) or self.stored_frame(key, header, payload)
-
-    def resident_frame(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        """`read_frame` from L2 only: memory's speed, whatever becomes of the tiers."""
-        borrowed = self.brain.borrow(key)
-        if borrowed is None:
-            return 0
-        slot, nbytes = borrowed
-        try:
-            return _frame_of(key, self.slab.view(slot)[:nbytes], header, payload)
-        finally:
-            self.brain.release(WORKERS, [slot])
-
-    def stored_frame(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        """`read_frame` from the tiers only: as slow as they are, and hung where one hangs."""
-        for tier in self._tiers:
-            try:
-                length = movers.read_frame(tier, key, header, payload)
-                if length:
-                    self.count_hits(tier.name, 1)
-                    return length
-            except Exception as error:
-                log.warning("%s: read failed: %s", tier.name, error)
-        return 0
-
-    def write_frame(self, key: Key, header: memoryview, payload: memoryview) -> bool:
-        """Take a frame into L2 like a save; False when the block is held or on its way already.
-
-        Raises:
-            FrameInvalid: it is damaged, of another key, or of another size than its namespace's
-                blocks. Before a session has told that size any that fits a slot is taken, for
-                clients that speak HTTP only; a session then has what is of no use to it replaced.
-            TierFull: no slot is free.
-        """
-        parsed = frame.parse_header(header, key)
-        namespace = self._namespaces.get(key.namespace)
-        right = namespace.block_bytes if namespace is not None else parsed.raw_bytes
-        if parsed.raw_bytes != right or parsed.raw_bytes > self.slab.slot_bytes:
-            raise FrameInvalid(
-                f"a block of {parsed.raw_bytes} bytes; {min(right, self.slab.slot_bytes)} are right"
-            )
-        frame.verify_stored(parsed, payload)
-        answer = self.brain.admit(WORKERS, [key], parsed.raw_bytes)
-        self.carry_out((), answer.spills)
-        if answer.dropped:
-            raise TierFull("no slot of L2 is free; try again later")
-        if not answer.grants:
-            return False
-        [(_, slot)] = answer.grants
-        try:
-            movers.unpack_block(parsed, payload, self.slab.view(slot))
-        except BaseException:
-            self.brain.abandon(WORKERS, [slot])
-            raise
-        self.carry_out((), self.brain.commit(WORKERS, [slot]))
-        return True
-
     # --- care ---------------------------------------------------------------------------
 
     def flush(self, timeout_s: float = 30.0) -> bool:
@@ -286,6 +235,37 @@ class Store:
                     self.brain.places.forget(index)
         if tier in (L2, "all"):
             self.brain.clear()
+
+    def pin(
+        self,
+        namespace: str,
+        hashes: Sequence[bytes],
+        tenant: str = "default",
+        timeout_s: float = 30.0,
+    ) -> Pinned:
+        """Keep a run in L2 until `unpin` or the end of the store, loading what is not there.
+
+        namespace: a digest that some session has told of. Waits for loads, at most timeout_s.
+        Raises ConfigError for another namespace.
+        """
+        with self.session(self._known(namespace), tenant) as session:
+            deadline_s = deadline_after(timeout_s)
+            return pin_run(self.brain, session, hashes, deadline_s, self.carry_out)
+
+    def unpin(self, namespace: str, hashes: Sequence[bytes], tenant: str = "default") -> int:
+        """Let a run be evicted again; blocks that were pinned."""
+        return self.brain.unpin([Key(tenant, namespace, name) for name in hashes])
+
+    def _known(self, digest: str) -> Namespace:
+        with self.brain.lock:
+            namespace = self._namespaces.get(digest)
+            known = list(self._namespaces)
+        if namespace is None:
+            raise ConfigError(
+                f"no engine has told of the namespace {digest!r} since the start; "
+                f"known: {', '.join(known) or 'none'}"
+            )
+        return namespace
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers: "l2" (slots, evictions, ...), "tiers" (by name), "hits" (blocks)."""
@@ -318,15 +298,19 @@ class Store:
         for session in sessions:
             session.close()
         deadline_s = deadline_after(CLOSE_WAIT_S)
+        if self._ageing is not None:
+            self._ageing.close()
         if not self.flush(CLOSE_WAIT_S / 2):
             log.warning("not everything was written at close: %s", self)
-        ended = [workers.close(deadline_s) for workers in self._workers]
+        warmed = self.warmer.close(deadline_s)
+        ended = [workers.close(deadline_s) and warmed for workers in self._workers]
         for tier, done in zip(self._tiers, ended, strict=True):
             if done:
                 tier.close()
             else:
                 log.error("%s hangs; left as it is", tier.name)
         if all(ended):
+            self.brain.unpin_all()
             self.brain.clear()
             stats = self.brain.stats()
             assert stats["slots_free"] == stats["slots"], f"slots are missing at close: {stats}"
@@ -399,26 +383,7 @@ def _codec_for(kind: str, dtype: str) -> Codec:
     return codecs.codec_for(kind, dtype)
 
 
-def _frame_of(key: Key, block: memoryview, header: memoryview, payload: memoryview) -> int:
-    """Copy a block into an identity frame; payload bytes."""
-    end = frame.padded(len(block))
-    payload[: len(block)] = block
-    payload[len(block) : end] = bytes(end - len(block))
-    # The sum is of the copy: what leaves is what was checked.
-    total = frame.checksum(payload[: len(block)])
-    frame.pack_header(
-        header,
-        key=key,
-        codec=movers.IDENTITY,
-        raw_bytes=len(block),
-        stored_bytes=len(block),
-        raw_sum=total,
-        stored_sum=total,
-    )
-    return end
-
-
-def _check_slots(slab: Slab, tiers: Sequence[Tier]) -> None:
+def _check_slots(slab: Slab, tiers: Sequence[Tier]) -> SlotNeeds:
     """Refuse a slab that its holders could exhaust among themselves."""
     needs = SlotNeeds(
         resident=RESIDENT_FLOOR,
@@ -431,3 +396,4 @@ def _check_slots(slab: Slab, tiers: Sequence[Tier]) -> None:
             f"resident, {needs.granted} being saved, {needs.workers} in workers' hands; "
             "raise l2.bytes (--l2) or lower l2.slot_bytes (--slot)"
         )
+    return needs

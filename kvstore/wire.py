@@ -21,12 +21,13 @@ from kvstore.config import LimitSettings, Settings, TierSettings, nearest, valid
 from kvstore.errors import ConfigError
 from kvstore.hashing import check_algorithm
 from kvstore.leases import Slab
-from kvstore.store import Store
+from kvstore.store import Budgets, Store
 from kvstore.tiers.base import Tier
-from kvstore.tiers.limits import Breaker, Deadline
+from kvstore.tiers.limits import Breaker, Deadline, RateLimit
 from kvstore.tiers.policies.eviction import check_eviction
 from kvstore.tiers.policies.prefetch import PrefetchPolicy, prefetch_policy
 from kvstore.tiers.policies.write import WritePolicy, write_policy
+from kvstore.tiers.tenants import TenantQuotas
 from kvstore.units import format_bytes
 
 DISK_CAPACITY: Final = "10GiB"
@@ -105,7 +106,7 @@ def build_store(settings: Settings) -> Store:
         for index, tier_settings in enumerate(settings.tiers):
             tier = open_tier(tier_settings, f"tiers.{index}")
             undo.callback(tier.close)
-            lower.append(_guarded(tier, settings.limits))
+            lower.append(_guarded(tier, tier_settings, settings.limits))
         slab = Slab.create(
             settings.l2.bytes // settings.l2.slot_bytes,
             settings.l2.slot_bytes,
@@ -119,9 +120,11 @@ def build_store(settings: Settings) -> Store:
             write_policy=_write_policy(settings),
             eviction=settings.l2.eviction,
             codecs={tier.label: tier.codec for tier in settings.tiers},
-            queue_blocks=settings.limits.queue_blocks,
+            budgets=_budgets(settings),
         )
         undo.pop_all()
+    if settings.l2.warm_share:
+        store.warmer.start(settings.l2.warm_share)
     return store
 
 
@@ -162,12 +165,30 @@ def open_tier(settings: TierSettings, where: str = "tier") -> Tier:
     return tier
 
 
-def _guarded(tier: Tier, limits: LimitSettings) -> Tier:
-    """The tier with the wrappers that keep its faults short: a deadline inside a breaker."""
-    return Breaker(
+def _guarded(tier: Tier, settings: TierSettings, limits: LimitSettings) -> Tier:
+    """The tier with the wrappers that keep its faults short, a deadline inside a breaker, and around
+    those the ones that hold it to its budgets."""
+    guarded: Tier = Breaker(
         Deadline(tier, limits.tier_deadline_ms / 1e3),
         failures=limits.breaker_failures,
         reset_s=limits.breaker_reset_ms / 1e3,
+    )
+    if settings.read_rate or settings.write_rate:
+        guarded = RateLimit(
+            guarded,
+            read_bytes_per_s=settings.read_rate,
+            write_bytes_per_s=settings.write_rate,
+        )
+    return TenantQuotas(guarded, settings.quota) if settings.quota else guarded
+
+
+def _budgets(settings: Settings) -> Budgets:
+    return Budgets(
+        queue_blocks=settings.limits.queue_blocks,
+        queue_s={tier.label: tier.queue_ms / 1e3 for tier in settings.tiers},
+        quotas=settings.l2.quota,
+        pin_share=settings.l2.pin_share,
+        ttl_s=settings.l2.ttl_ms / 1e3,
     )
 
 

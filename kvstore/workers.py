@@ -1,8 +1,9 @@
 """The threads of one tier, and the bounded queues they serve.
 
-`workers_read` threads look at reads first, `workers_write` threads at writes first; each does the
-other when its own queue is empty, so neither a burst of saves nor one of loads leaves threads
-idle. A tier that hangs holds its threads and fills its queues, and nothing else.
+Loads go ahead of saves: a request waits for the one and nobody for the other. `workers_read`
+threads look at reads first; `workers_write` threads too, but take a write after `LOADS_IN_A_ROW` of
+them, so that saves move on whatever is loaded. Either does the other when its own queue is empty.
+A tier that hangs holds its threads and fills its queues, and nothing else.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from kvstore.leases import Slab
 from kvstore.movers import Moved, Staging
 from kvstore.tiers.base import Tier
 from kvstore.tiers.plans import Flight, Landing, Spill
+from kvstore.write_queue import Flush, WriteQueue
 
 log = logging.getLogger(__name__)
 
 PROBES_MAX: Final = 256
 """Batched existence questions waiting, per tier; more are answered with no."""
+LOADS_IN_A_ROW: Final = 4
+"""Reads that a thread meant for writes does before it does a write again."""
 
 
 class Probe:
@@ -35,14 +39,6 @@ class Probe:
     def __init__(self, keys: Sequence[Key], answer: Callable[[Probe, list[bool]], None]) -> None:
         self.keys = keys
         self.answer = answer
-
-
-class Flush:
-    """A wish that what was written be durable. done: whether it came true, once it has ended."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-        self.done = False
 
 
 class TierWorkers:
@@ -59,6 +55,7 @@ class TierWorkers:
         slab: Slab,
         *,
         queue_blocks: int,
+        queue_s: float = 0.0,
         direct: bool,
         codec_of: Callable[[Key], Codec],
         take_off: Callable[[Flight], bool],
@@ -69,7 +66,6 @@ class TierWorkers:
         self.tier = tier
         self.counts: Counter[str] = Counter()
         self._slab = slab
-        self._queue_blocks = queue_blocks
         self._direct = direct
         self._codec_of = codec_of
         self._take_off = take_off
@@ -77,7 +73,7 @@ class TierWorkers:
         self._landed = landed
         self._written = written
         self._reads: deque[Flight] = deque()
-        self._writes: deque[Spill | Flush] = deque()
+        self._writes = WriteQueue(queue_blocks, queue_s, max(1, tier.workers_write))
         self._probes: deque[Probe] = deque()
         self._moved = threading.Condition()
         self._busy = {"reads": 0, "writes": 0}
@@ -115,11 +111,8 @@ class TierWorkers:
         with self._moved:
             if self._closing:
                 return False
-            if len(self._writes) >= self._queue_blocks:
-                self._let_go_cancelled()
-                if len(self._writes) >= self._queue_blocks:
-                    return False
-            self._writes.append(spill)
+            if not self._writes.offer(spill):
+                return False
             self._moved.notify()
             return True
 
@@ -135,7 +128,7 @@ class TierWorkers:
     def room(self) -> int:
         """Spills that the write queue would take now."""
         with self._moved:
-            return max(0, self._queue_blocks - len(self._writes))
+            return self._writes.room()
 
     def wait_written(self, deadline_s: float) -> bool:
         """Until no write is queued or running and the tier is flushed; False when that failed or
@@ -144,7 +137,7 @@ class TierWorkers:
             if not self._moved.wait_for(self._no_writes, max(0.0, deadline_s - time.monotonic())):
                 return False
             flush = Flush()
-            self._writes.append(flush)
+            self._writes.flush(flush)
             self._moved.notify()
         return flush.ended.wait(max(0.0, deadline_s - time.monotonic())) and flush.done
 
@@ -156,6 +149,7 @@ class TierWorkers:
                 "queued_writes": len(self._writes),
                 "running_reads": self._busy["reads"],
                 "running_writes": self._busy["writes"],
+                "write_rate": round(self._writes.bytes_per_s),
             }
         return {**queues, **{name: self.counts[name] for name in COUNTERS}}
 
@@ -163,10 +157,9 @@ class TierWorkers:
         """End the threads; what is queued is not done. False when some still hang in the tier."""
         with self._moved:
             self._closing = True
-            reads, writes = list(self._reads), list(self._writes)
+            reads, writes = list(self._reads), self._writes.drain()
             probes = list(self._probes)
             self._reads.clear()
-            self._writes.clear()
             self._probes.clear()
             self._moved.notify_all()
         for flight in reads:
@@ -181,12 +174,6 @@ class TierWorkers:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _let_go_cancelled(self) -> None:
-        """Make room in the write queue: spills whose slots were needed will not be written."""
-        kept = [job for job in self._writes if not (isinstance(job, Spill) and job.cancelled)]
-        if len(kept) < len(self._writes):
-            self._writes = deque(kept)
-
     def _no_writes(self) -> bool:
         return not self._writes and not self._busy["writes"]
 
@@ -196,19 +183,20 @@ class TierWorkers:
             while not self._closing:
                 if self._probes:
                     return self._probes.popleft()
-                for wants_read in (reads_first, not reads_first):
-                    if wants_read and self._reads:
-                        self._busy["reads"] += 1
-                        return self._reads.popleft()
-                    if not wants_read and self._writes:
-                        self._busy["writes"] += 1
-                        return self._writes.popleft()
+                if self._reads and (reads_first or not self._writes):
+                    self._busy["reads"] += 1
+                    return self._reads.popleft()
+                if self._writes:
+                    self._busy["writes"] += 1
+                    return self._writes.pop()
                 self._moved.wait()
             return None
 
     def _work(self, reads_first: bool, staging: Staging) -> None:
         """A worker's life. A mistake of ours in one job must not end the thread."""
-        while (job := self._next(reads_first)) is not None:
+        in_a_row = 0
+        while (job := self._next(reads_first or in_a_row < LOADS_IN_A_ROW)) is not None:
+            in_a_row = in_a_row + 1 if isinstance(job, Flight) else 0
             try:
                 if isinstance(job, Flight):
                     self._read(job, staging)
@@ -256,6 +244,7 @@ class TierWorkers:
         if not self._begin(spill):
             return
         moved = Moved(Landing.UNAVAILABLE, reason="a fault of ours")
+        started_s = time.monotonic()
         try:
             moved = movers.write_block(
                 self.tier,
@@ -266,6 +255,9 @@ class TierWorkers:
                 staging,
             )
             self._count("write", moved)
+            if moved.stored_bytes:
+                with self._moved:
+                    self._writes.wrote(spill.nbytes, time.monotonic() - started_s)
         finally:
             self._written(spill, moved)
 

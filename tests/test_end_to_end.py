@@ -291,7 +291,7 @@ def zeroed(store: Store, keys: list[Key], block_bytes: int) -> None:
             raw_sum=total,
             stored_sum=total,
         )
-        assert store.write_frame(key, header, payload)
+        assert store.frames.write(key, header, payload)
 
 
 def test_wrong_kv_that_verifies_changes_the_output(

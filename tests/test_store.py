@@ -235,18 +235,18 @@ def test_frames_go_in_and_come_out_verified() -> None:
         keys = [key_of(session, name) for name in hashes(3)]
         for key in keys[:2]:
             header, payload = frame_of(key)
-            assert store.write_frame(key, header, payload)
-            assert not store.write_frame(key, header, payload), "taken twice"
-        assert store.contains(keys) == ["l2", "l2", ""]
+            assert store.frames.write(key, header, payload)
+            assert not store.frames.write(key, header, payload), "taken twice"
+        assert store.frames.contains(keys) == ["l2", "l2", ""]
         assert loaded_tiers(session, hashes(3)) == ["l2"] * 2
         header = frame.aligned_buffer(4096)
-        payload = frame.aligned_buffer(store.payload_bytes)
+        payload = frame.aligned_buffer(store.frames.payload_bytes)
         for place in ("l2", "memory"):
-            assert store.contains(keys) == [place, place, ""]
-            length = store.read_frame(keys[0], header, payload)
+            assert store.frames.contains(keys) == [place, place, ""]
+            length = store.frames.read(keys[0], header, payload)
             parsed = frame.parse_header(header, keys[0])
             frame.verify_stored(parsed, payload[:length])
-            assert store.read_frame(keys[2], header, payload) == 0
+            assert store.frames.read(keys[2], header, payload) == 0
             spill_to_tiers(store)
 
 
@@ -256,14 +256,14 @@ def test_a_frame_that_is_not_right_is_not_taken() -> None:
         key, other = (key_of(session, name) for name in hashes(2))
         header, payload = frame_of(key)
         with pytest.raises(FrameInvalid):
-            store.write_frame(other, header, payload)
+            store.frames.write(other, header, payload)
         short_header, short_payload = frame_of(key, b"short")
         with pytest.raises(FrameInvalid):
-            store.write_frame(key, short_header, short_payload)
+            store.frames.write(key, short_header, short_payload)
         payload[7] ^= 1
         with pytest.raises(FrameInvalid):
-            store.write_frame(key, header, payload)
-        assert store.contains([key, other]) == ["", ""]
+            store.frames.write(key, header, payload)
+        assert store.frames.contains([key, other]) == ["", ""]
         assert free_slots(store) == store.slab.slots
 
 
@@ -273,19 +273,19 @@ def test_a_frame_finds_no_slot() -> None:
         assert len(session.save(hashes(4)).grants) == 4
         key = key_of(session, hashes(1, "frame")[0])
         with pytest.raises(TierFull):
-            store.write_frame(key, *frame_of(key))
+            store.frames.write(key, *frame_of(key))
 
 
 def test_a_frame_of_a_size_that_was_not_known_yet_does_not_stay_in_the_way() -> None:
     (name,) = hashes(1)
     key = Key("default", SPACE.digest, name)
     with make_store(MemoryTier()) as store:
-        assert store.write_frame(key, *frame_of(key, b"short")), "HTTP alone is enough to store"
+        assert store.frames.write(key, *frame_of(key, b"short")), "HTTP alone is enough to store"
         assert store.flush(WAIT_S)
         session = store.session(SPACE)
         session.release(load(session, [name]))
         assert match(session, [name]) == []
-        assert store.contains([key]) == [""], "found, though it cannot be loaded"
+        assert store.frames.contains([key]) == [""], "found, though it cannot be loaded"
         save(session, [name])
         spill_to_tiers(store)
         assert loaded_tiers(session, [name]) == ["memory"]

@@ -31,7 +31,7 @@ from kvstore import frame
 from kvstore.blocks import Key
 from kvstore.errors import TierFull, TierUnavailable
 from kvstore.session import Session
-from kvstore.store import CLOSE_WAIT_S, Store
+from kvstore.store import CLOSE_WAIT_S, Budgets, Store
 from kvstore.testing.faults import Fault, FaultyTier, always, in_turn
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.policies.write import write_policy
@@ -110,8 +110,8 @@ class WatchedTier(MemoryTier):
 
 
 def read_as_http(store: Store, key: Key) -> int:
-    return store.read_frame(
-        key, frame.aligned_buffer(4096), frame.aligned_buffer(store.payload_bytes)
+    return store.frames.read(
+        key, frame.aligned_buffer(4096), frame.aligned_buffer(store.frames.payload_bytes)
     )
 
 
@@ -272,7 +272,7 @@ def test_what_a_remote_tier_has_lost_is_forgotten() -> None:
 def hang(verb: str, queue_blocks: int = 4) -> tuple[FaultyTier, Session]:
     """A store whose tier holds 8 blocks, and hangs at every `verb` from now on."""
     tier = FaultyTier(MemoryTier())
-    session = make_store(tier, slots=16, queue_blocks=queue_blocks).session(SPACE)
+    session = make_store(tier, slots=16, budgets=Budgets(queue_blocks=queue_blocks)).session(SPACE)
     save(session, hashes(8)[:4])
     assert session._store.flush(WAIT_S)
     save(session, hashes(8)[4:])
@@ -433,7 +433,7 @@ def test_a_closing_store_fills_no_slot_that_an_engine_may_still_read() -> None:
     header, payload = frame.aligned_buffer(4096), frame.aligned_buffer(4096)
     length = frames.read(late, header, payload)
     with pytest.raises(TierFull):
-        store.write_frame(late, header, payload[:length])
+        store.frames.write(late, header, payload[:length])
     check(session, ticket)
     tier.release()
     closing.join(WAIT_S)

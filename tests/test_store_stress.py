@@ -11,7 +11,7 @@ import pytest
 from store_rig import OTHER_SPACE, SPACE, WAIT_S, check, fill, hashes, make_store
 
 from kvstore.session import Session
-from kvstore.store import Store
+from kvstore.store import Budgets, Store
 from kvstore.testing.faults import Fault, FaultyTier
 from kvstore.tiers import disk
 from kvstore.tiers.base import Tier
@@ -122,7 +122,10 @@ def test_bytes_are_never_wrong_and_slots_never_lost(
     lower = disk.open(disk.Config(directory=str(tmp_path / "disk"), capacity=4 << 20))
     tiers: list[Tier] = [lower] if trusty else [trouble(1), lower]
     store = make_store(
-        *tiers, slots=24, queue_blocks=8, write_policy=write_policy(write, selective_hits=1)
+        *tiers,
+        slots=24,
+        budgets=Budgets(queue_blocks=8),
+        write_policy=write_policy(write, selective_hits=1),
     )
     engines = [Engine(store, seed) for seed in range(THREADS)]
     for engine in engines:

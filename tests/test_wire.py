@@ -96,7 +96,7 @@ def test_a_tier_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ({"tiers": [{"kind": "manager"}]}, ["'manager'", "Config and open"]),
         ({"tiers": [{"kind": "no.such.module"}]}, ["'no.such.module'"]),
         ({"tiers": [{"kind": "json.decoder"}]}, ["'json.decoder'", "Config and open"]),
-        ({"tiers": [{"kind": "memory", "codec": "zstd"}]}, ["'zstd'", "zstd-planes"]),
+        ({"tiers": [{"kind": "memory", "codec": "zstd-plane"}]}, ["'zstd-plane'", "zstd-planes"]),
         ({"l2": {"bytes": 4096, "slot_bytes": 8192}}, ["l2.bytes", "--slot"]),
     ],
 )

@@ -169,7 +169,7 @@ class Service:
     flush_s: float
 
     def __post_init__(self) -> None:
-        self.transfers = Transfers(self.max_transfers, self.store.payload_bytes)
+        self.transfers = Transfers(self.max_transfers, self.store.frames.payload_bytes)
         # Whoever is in these has a buffer. Reads of tiers leave one to the blocks in L2, where
         # there is more than one.
         self.memory = Lane("transfers", self.max_transfers)
@@ -180,8 +180,8 @@ class Service:
     async def read(self, key: Key, buffer: Buffer) -> int:
         """Have a block's frame in the buffer; payload bytes, 0 for a miss."""
         return await self.transfer(
-            self.memory, self.store.resident_frame, key, buffer
-        ) or await self.transfer(self.below, self.store.stored_frame, key, buffer)
+            self.memory, self.store.frames.resident, key, buffer
+        ) or await self.transfer(self.below, self.store.frames.stored, key, buffer)
 
     async def transfer(
         self,
@@ -301,7 +301,7 @@ def _add_blocks(app: FastAPI, service: Service) -> None:
             lane.leave()
             raise
         keys = [Key(tenant, namespace, hash_) for hash_ in hashes]
-        found = await answer_of(lane.start(service.store.contains, keys), service.transfer_s)
+        found = await answer_of(lane.start(service.store.frames.contains, keys), service.transfer_s)
         return {"contains": [bool(tier) for tier in found], "tiers": found}
 
     @app.get("/v1/blocks/{namespace}/{hash_hex}")
@@ -325,7 +325,7 @@ def _add_blocks(app: FastAPI, service: Service) -> None:
             nbytes = await in_time(service.receive(request, buffer.view), service.transfer_s)
             if nbytes <= HEADER_BYTES:
                 raise HTTPException(400, f"a frame of {nbytes} bytes has no payload")
-            await service.transfer(service.memory, service.store.write_frame, key, buffer, nbytes)
+            await service.transfer(service.memory, service.store.frames.write, key, buffer, nbytes)
         finally:
             buffer.drop()
         return Response(status_code=204)

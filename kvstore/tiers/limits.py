@@ -32,8 +32,9 @@ T = TypeVar("T")
 
 MAX_GROWTH = 16
 """The time a tier is left alone doubles at each failed probe, up to this many times the first."""
-MAX_RATE_WAIT_S = 10.0
-"""A transfer that would have to wait longer for its rate is refused."""
+MAX_RATE_WAIT_S = 2.0
+"""A transfer that would have to wait longer for its rate is refused: shorter than a store waits for
+its workers when it closes."""
 
 _CAPABILITIES = ("workers_read", "workers_write", "local_index", "max_payload_bytes")
 
@@ -338,35 +339,53 @@ class _Bucket:
             self._level -= nbytes
             return wait_s
 
+    def give(self, nbytes: int) -> None:
+        """So many bytes that were taken were not moved."""
+        with self._lock:
+            self._level = min(self._burst, self._level + nbytes)
+
 
 class RateLimit(Wrapper):
-    """Holds reads and writes, each direction by itself, to a number of bytes a second."""
+    """Holds reads and writes, each direction by itself, to a number of bytes a second; 0: to none.
+
+    It stands outside of a `Deadline`: waiting for a rate is no fault of the tier's.
+    """
 
     def __init__(
         self,
         tier: Tier,
         *,
-        read_bytes_per_s: float,
-        write_bytes_per_s: float,
+        read_bytes_per_s: float = 0.0,
+        write_bytes_per_s: float = 0.0,
         burst_bytes: float = 64 << 20,
         clock: Clock = time.monotonic,
         sleep: Sleep = time.sleep,
     ) -> None:
         super().__init__(tier)
-        self._reads = _Bucket(read_bytes_per_s, burst_bytes, clock)
-        self._writes = _Bucket(write_bytes_per_s, burst_bytes, clock)
+        self._reads, self._writes = (
+            _Bucket(rate, burst_bytes, clock) if rate else None
+            for rate in (read_bytes_per_s, write_bytes_per_s)
+        )
         self._sleep = sleep
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        """A read pays for what its buffer could take; the tier alone knows how much it will be."""
-        self._wait(self._reads, len(payload))
-        return self.inner.read(key, header, payload)
+        """Waits for what the buffer could take, and gives back what the frame did not need."""
+        if self._reads is None:
+            return self.inner.read(key, header, payload)
+        self._wait(self._reads, PAGE_BYTES + len(payload))
+        length = 0
+        try:
+            length = self.inner.read(key, header, payload)
+        finally:
+            self._reads.give(len(payload) - length + (0 if length else PAGE_BYTES))
+        return length
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
-        self._wait(self._writes, len(payload))
+        if self._writes is not None:
+            self._wait(self._writes, PAGE_BYTES + len(payload))
         self.inner.write(key, header, payload)
 
-    def _wait(self, bucket: _Bucket, payload_bytes: int) -> None:
-        wait_s = bucket.take(PAGE_BYTES + payload_bytes)
+    def _wait(self, bucket: _Bucket, nbytes: int) -> None:
+        wait_s = bucket.take(nbytes)
         if wait_s:
             self._sleep(wait_s)

@@ -1,0 +1,118 @@
+"""The queue of writes to one tier: bounded in blocks, and in seconds of what the tier can do.
+
+A tier that slows down must not collect leases on slots that engines need, so what it may have
+waiting follows its measured rate. What finds no place is dropped and counted by the store.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Final
+
+from kvstore.tiers.plans import Spill
+
+SMOOTHING: Final = 0.2
+"""Weight of the newest write in the measured rate."""
+
+
+class Flush:
+    """A wish that what was written be durable. done: whether it came true, once it has ended."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.done = False
+
+
+class WriteQueue:
+    """Called under the workers' lock.
+
+    blocks: most spills waiting. seconds: most time that they may take; 0: no such bound. workers:
+    threads that write at once.
+    """
+
+    def __init__(self, blocks: int, seconds: float, workers: int) -> None:
+        self._blocks = blocks
+        self._seconds = seconds
+        self._workers = workers
+        self._jobs: deque[Spill | Flush] = deque()
+        self._bytes = 0
+        self._largest = 1
+        self._rate = 0.0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Raw bytes of blocks that the tier takes a second; 0 before the first write."""
+        return self._rate * self._workers
+
+    def offer(self, spill: Spill) -> bool:
+        """Take a spill; False when there are too many."""
+        if not self._fits(spill.nbytes):
+            self._let_go_cancelled()
+            if not self._fits(spill.nbytes):
+                return False
+        self._largest = max(self._largest, spill.nbytes)
+        self._add(spill)
+        return True
+
+    def flush(self, flush: Flush) -> None:
+        """Take a flush, whatever waits."""
+        self._add(flush)
+
+    def pop(self) -> Spill | Flush:
+        """The job that waited longest."""
+        job = self._jobs.popleft()
+        self._bytes -= _bytes_of(job)
+        return job
+
+    def drain(self) -> list[Spill | Flush]:
+        """Every job; none waits any more."""
+        jobs = list(self._jobs)
+        self._jobs.clear()
+        self._bytes = 0
+        return jobs
+
+    def room(self) -> int:
+        """Spills that it would take now, were they of the largest block seen."""
+        left = self._blocks - len(self._jobs)
+        most = self._bytes_most()
+        if most is not None:
+            left = min(left, max(int(most - self._bytes) // self._largest, not self._jobs))
+        return max(0, left)
+
+    def wrote(self, nbytes: int, elapsed_s: float) -> None:
+        """One worker has written a block of so many bytes in this time."""
+        rate = nbytes / max(elapsed_s, 1e-9)
+        self._rate += (rate - self._rate) * (SMOOTHING if self._rate else 1.0)
+
+    def _fits(self, nbytes: int) -> bool:
+        if len(self._jobs) >= self._blocks:
+            return False
+        most = self._bytes_most()
+        # A block finds place in an empty queue, however slow the tier: else it were never measured
+        # again.
+        return most is None or not self._jobs or self._bytes + nbytes <= most
+
+    def _bytes_most(self) -> float | None:
+        """Bytes that may wait; None when only their number is bounded."""
+        if not self._seconds or not self._rate:
+            return None
+        return self._seconds * self.bytes_per_s
+
+    def _add(self, job: Spill | Flush) -> None:
+        self._jobs.append(job)
+        self._bytes += _bytes_of(job)
+
+    def _let_go_cancelled(self) -> None:
+        """Spills whose slots were needed will not be written."""
+        kept = [job for job in self._jobs if not (isinstance(job, Spill) and job.cancelled)]
+        if len(kept) < len(self._jobs):
+            self._jobs = deque(kept)
+            self._bytes = sum(map(_bytes_of, kept))
+
+
+def _bytes_of(job: Spill | Flush) -> int:
+    return job.nbytes if isinstance(job, Spill) else 0
