@@ -107,10 +107,9 @@ class FrameDoor:
         parsed = frame.parse_header(header, key)
         namespace = self._namespace_of(key.namespace)
         right = namespace.block_bytes if namespace is not None else parsed.raw_bytes
-        if parsed.raw_bytes != right or parsed.raw_bytes > self._slab.slot_bytes:
-            raise FrameInvalid(
-                f"a block of {parsed.raw_bytes} bytes; {min(right, self._slab.slot_bytes)} are right"
-            )
+        right = min(right, self._slab.slot_bytes)
+        if parsed.raw_bytes != right:
+            raise FrameInvalid(f"a block of {parsed.raw_bytes} bytes; {right} are right")
         frame.verify_stored(parsed, payload)
         answer = self._brain.admit(WORKERS, [key], parsed.raw_bytes)
         self._carry_out((), answer.spills)

@@ -256,16 +256,19 @@ class Store:
         """Let a run be evicted again; blocks that were pinned."""
         return self.brain.unpin([Key(tenant, namespace, name) for name in hashes])
 
-    def _known(self, digest: str) -> Namespace:
+    def namespaces(self) -> dict[str, Namespace]:
+        """By digest, those that sessions have told of since the start."""
         with self.brain.lock:
-            namespace = self._namespaces.get(digest)
-            known = list(self._namespaces)
-        if namespace is None:
+            return dict(self._namespaces)
+
+    def _known(self, digest: str) -> Namespace:
+        known = self.namespaces()
+        if digest not in known:
             raise ConfigError(
                 f"no engine has told of the namespace {digest!r} since the start; "
                 f"known: {', '.join(known) or 'none'}"
             )
-        return namespace
+        return known[digest]
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers: "l2" (slots, evictions, ...), "tiers" (by name), "hits" (blocks)."""
@@ -280,6 +283,10 @@ class Store:
         return {
             "l2": {**l2, "slot_bytes": self.slab.slot_bytes},
             "tiers": tiers,
+            "namespaces": {
+                digest: {"model": space.model, "dtype": space.dtype, "tokens": space.block_tokens}
+                for digest, space in self.namespaces().items()
+            },
             "hits": {name: hits.get(name, 0) for name in (L2, *tiers)},
             "sessions": sessions,
         }

@@ -166,8 +166,8 @@ def open_tier(settings: TierSettings, where: str = "tier") -> Tier:
 
 
 def _guarded(tier: Tier, settings: TierSettings, limits: LimitSettings) -> Tier:
-    """The tier with the wrappers that keep its faults short, a deadline inside a breaker, and around
-    those the ones that hold it to its budgets."""
+    """The tier with the wrappers that keep its faults short (a deadline inside a breaker), and the
+    ones around those that hold it to its budgets."""
     guarded: Tier = Breaker(
         Deadline(tier, limits.tier_deadline_ms / 1e3),
         failures=limits.breaker_failures,

@@ -42,7 +42,9 @@ def hash_command(
     lora = (lora_name, lora_path) if lora_name is not None and lora_path is not None else None
     hasher = BlockHasher(algo, block_tokens, seed=hash_seed, cache_salt=cache_salt, lora=lora)
     try:
-        hashes = [block.hex() for block in hasher.feed(parse_token_ids(_read(tokens)))]
+        hashes = [
+            block.hex() for block in hasher.feed(parse_token_ids(read_text(tokens, "token ids")))
+        ]
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if as_json:
@@ -79,7 +81,8 @@ def _no_token(word: str, place: int) -> ConfigError:
     return ConfigError(f"{shown!r} (number {place + 1}) is no token id; ids are integers from 0")
 
 
-def _read(source: str) -> str:
+def read_text(source: str, what: str) -> str:
+    """The text of a file, or of stdin for "-". Raises ConfigError: it cannot be read as `what`."""
     try:
         if source == "-":
             raw = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
@@ -87,10 +90,10 @@ def _read(source: str) -> str:
             with Path(source).open("rb") as file:
                 raw = file.read(MAX_INPUT_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read token ids from {source!r}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {what} from {source!r}: {error.strerror}") from None
     if len(raw) > MAX_INPUT_BYTES:
-        raise ConfigError(f"more than {MAX_INPUT_BYTES} bytes of token ids; hash them in parts")
+        raise ConfigError(f"more than {MAX_INPUT_BYTES} bytes of {what}; give them in parts")
     try:
         return raw.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"token ids from {source!r} are no text") from None
+        raise ConfigError(f"{what} from {source!r} are no text") from None

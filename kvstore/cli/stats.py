@@ -26,7 +26,9 @@ def register(app: typer.Typer) -> None:
         if socket and url:
             raise ConfigError("give --socket or --url, not both")
         if url:
-            numbers = _ask_http(url, token)
+            from kvstore.cli.parts.sidecar import ask
+
+            numbers = ask(url, "/v1/stats", token=token)
         else:
             from kvstore.link import ask_stats
 
@@ -35,30 +37,6 @@ def register(app: typer.Typer) -> None:
             print(json.dumps(numbers))
         else:
             _show(numbers)
-
-
-def _ask_http(url: str, token: str | None) -> dict[str, Any]:
-    import json
-    import urllib.error
-    import urllib.request
-
-    from kvstore.errors import ConfigError, TierUnavailable
-
-    limit_s = 10.0
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url!r} is no URL of a sidecar; http://127.0.0.1:8100 is right")
-    request = urllib.request.Request(url.rstrip("/") + "/v1/stats")
-    if token:
-        request.add_header("Authorization", f"Bearer {token}")
-    try:
-        with urllib.request.urlopen(request, timeout=limit_s) as response:
-            numbers: dict[str, Any] = json.load(response)
-            return numbers
-    except urllib.error.HTTPError as error:
-        raise TierUnavailable(f"{url} answers {error.code}: {error.reason}") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise TierUnavailable(f"no sidecar at {url}: {reason}") from None
 
 
 def _show(numbers: dict[str, Any]) -> None:

@@ -10,9 +10,8 @@ tenant must be the one the bearer token names. What may hang below L2 runs in la
     POST /v1/contains                  {"namespace": digest, "hashes": [hex, ...]}
     GET  /v1/blocks/{namespace}/{hash} a frame
     PUT  /v1/blocks/{namespace}/{hash} a frame
-    POST /v1/flush, /v1/clear?tier=l2|<tier>|all
 
-Every error is `{"error": "one line"}`.
+What only administrators may do is in `care`. Every error is `{"error": "one line"}`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
@@ -35,6 +34,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
 from kvstore.blocks import Key
+from kvstore.config import HashSettings
 from kvstore.errors import (
     ConfigError,
     FrameInvalid,
@@ -157,7 +157,7 @@ class Service:
 
     stats: everything `/v1/stats` shows. ready: whether the sidecar serves (readiness).
     transfer_s: bound on one block's way in or out, and on each call for it.
-    flush_s: bound on a flush.
+    flush_s: bound on a flush. hash: how token ids become hashes.
     """
 
     store: Store
@@ -167,6 +167,7 @@ class Service:
     max_transfers: int
     transfer_s: float
     flush_s: float
+    hash: HashSettings = field(default_factory=HashSettings)
 
     def __post_init__(self) -> None:
         self.transfers = Transfers(self.max_transfers, self.store.frames.payload_bytes)
@@ -255,12 +256,11 @@ async def in_time(receiving: Coroutine[Any, Any, T], limit_s: float) -> T:
 
 
 def build_app(service: Service) -> FastAPI:
-    """The application over one store."""
+    """The application over one store, without the administrator's routes (`care.add_care`)."""
     app = FastAPI(title="kvstore sidecar", docs_url=None, redoc_url=None)
     _add_errors(app)
     _add_health(app, service)
     _add_blocks(app, service)
-    _add_admin(app, service)
     return app
 
 
@@ -295,7 +295,7 @@ def _add_blocks(app: FastAPI, service: Service) -> None:
         lane = service.contains
         lane.enter()
         try:
-            body = await in_time(_small_body(request), service.transfer_s)
+            body = await in_time(small_body(request), service.transfer_s)
             namespace, hashes = _contains_body(body)
         except BaseException:
             lane.leave()
@@ -331,19 +331,6 @@ def _add_blocks(app: FastAPI, service: Service) -> None:
         return Response(status_code=204)
 
 
-def _add_admin(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/flush")
-    async def flush(request: Request) -> dict[str, bool]:
-        service.tenants.check_admin(bearer(request))
-        return {"flushed": await service.look_after(service.store.flush, service.flush_s)}
-
-    @app.post("/v1/clear")
-    async def clear(tier: str, request: Request) -> dict[str, str]:
-        service.tenants.check_admin(bearer(request))
-        await service.look_after(service.store.clear, tier)
-        return {"cleared": tier}
-
-
 def _add_errors(app: FastAPI) -> None:
     """Every way a request can fail is one line of JSON."""
 
@@ -376,14 +363,30 @@ def _error(status: int, text: str, headers: dict[str, str] | None = None) -> JSO
 
 def _key(tenant: str, namespace: str, hash_hex: str) -> Key:
     """The key a path names, or 422."""
-    if not _NAMESPACE.fullmatch(namespace):
+    return Key(tenant, namespace_in(namespace), _hash_in(hash_hex))
+
+
+def namespace_in(value: Any) -> str:
+    """A namespace's digest out of a request, or 422."""
+    if not isinstance(value, str) or not _NAMESPACE.fullmatch(value):
         raise HTTPException(422, "namespace must be a digest of 32 hex digits")
-    if not _HEX.fullmatch(hash_hex) or len(hash_hex) > 2 * MAX_HASH_BYTES:
+    return value
+
+
+def hashes_in(value: Any) -> list[bytes]:
+    """The block hashes in a request's JSON, or 422."""
+    if not isinstance(value, list) or len(value) > MAX_HASHES:
+        raise HTTPException(422, f"hashes must be a list of at most {MAX_HASHES}")
+    return [_hash_in(item) for item in value]
+
+
+def _hash_in(value: Any) -> bytes:
+    if not isinstance(value, str) or not _HEX.fullmatch(value) or len(value) > 2 * MAX_HASH_BYTES:
         raise HTTPException(422, f"hash must be 1 to {MAX_HASH_BYTES} bytes in lower-case hex")
-    return Key(tenant, namespace, bytes.fromhex(hash_hex))
+    return bytes.fromhex(value)
 
 
-async def _small_body(request: Request) -> Any:
+async def small_body(request: Request) -> Any:
     """A JSON body, read up to a bound."""
     body = bytearray()
     async for part in request.stream():
@@ -398,10 +401,8 @@ async def _small_body(request: Request) -> Any:
 
 def _contains_body(body: Any) -> tuple[str, list[bytes]]:
     """(namespace, hashes) of a contains request, or 422."""
-    right = isinstance(body, dict) and set(body) == {"namespace", "hashes"}
-    if not right or not isinstance(body["hashes"], list) or len(body["hashes"]) > MAX_HASHES:
+    if not isinstance(body, dict) or set(body) != {"namespace", "hashes"}:
         raise HTTPException(
             422, f'the body is {{"namespace": hex, "hashes": [hex, ...]}}, at most {MAX_HASHES}'
         )
-    keys = [_key("", str(body["namespace"]), str(item)) for item in body["hashes"]]
-    return str(body["namespace"]), [key.hash for key in keys]
+    return namespace_in(body["namespace"]), hashes_in(body["hashes"])

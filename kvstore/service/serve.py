@@ -17,6 +17,7 @@ from kvstore.config import Settings
 from kvstore.errors import ConfigError
 from kvstore.service.app import Service, build_app
 from kvstore.service.auth import Tenants
+from kvstore.service.care import add_care
 from kvstore.service.hotpath import HotPath
 from kvstore.service.sockets import BACKLOG, listen
 from kvstore.store import Store
@@ -63,6 +64,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             max_transfers=settings.limits.transfers,
             transfer_s=settings.limits.transfer_ms / 1e3,
             flush_s=settings.limits.flush_ms / 1e3,
+            hash=settings.hash,
         )
         ending.callback(service.close)
 
@@ -106,8 +108,10 @@ class Stop:
 
 
 def _http_server(service: Service) -> uvicorn.Server:
+    app = build_app(service)
+    add_care(app, service)
     config = uvicorn.Config(
-        build_app(service),
+        app,
         loop="uvloop",
         http="httptools",
         lifespan="off",

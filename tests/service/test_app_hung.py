@@ -20,6 +20,7 @@ from kvstore import frame
 from kvstore.leases import Slab
 from kvstore.service.app import CARE_AT_ONCE, CONTAINS_AT_ONCE, Service, build_app
 from kvstore.service.auth import Tenants
+from kvstore.service.care import add_care
 from kvstore.service.lanes import Lane, answer_of
 from kvstore.store import Store
 from kvstore.testing.faults import Fault, FaultyTier, always
@@ -54,6 +55,7 @@ class Side:
             flush_s=LIMIT_S,
         )
         app = build_app(self.service)
+        add_care(app, self.service)
         self._server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None))
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
