@@ -28,8 +28,8 @@ HOMES = {
     "vllm": ("connectors/vllm.py", "connectors/vllm/"),
     "sglang": ("connectors/sglang.py", "connectors/sglang/"),
     "redis": ("tiers/redis.py",),
-    "boto3": ("tiers/s3.py",),
-    "botocore": ("tiers/s3.py",),
+    "boto3": ("tiers/s3/",),
+    "botocore": ("tiers/s3/",),
 }
 ASYNC_HOMES = ("service/", "engine/server.py")
 ENVIRONMENT_HOMES = ("config.py",)

