@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 PIN_PART: Final = 64
 """Blocks of a run that are loaded and pinned at a time: each has a slot leased meanwhile."""
 POLL_S: Final = 0.05
-WARM_THREADS: Final = 2
+WARM_THREADS: Final = 4
 AGE_STEPS: Final = 8
 """Looks at the age of blocks in one time to live: a block goes at most an eighth of it late."""
 
@@ -107,6 +107,18 @@ class Ageing:
             self._brain.age(AGE_STEPS)
 
 
+class Shared(Iterator[tuple[Tier, Key]]):
+    """A list that several threads work off, in its order."""
+
+    def __init__(self, items: Iterable[tuple[Tier, Key]]) -> None:
+        self._items = iter(items)
+        self._lock = threading.Lock()
+
+    def __next__(self) -> tuple[Tier, Key]:
+        with self._lock:
+            return next(self._items)
+
+
 class Warmer:
     """Fills free slots with what the tiers hold, the most recently used of the fastest first.
 
@@ -129,18 +141,15 @@ class Warmer:
         """Fill up to this share of the slab; blocks brought. One call at a time; more wait."""
         with self._turn:
             spare = self._slab.slots - int(share * self._slab.slots)
-            room = self._brain.stats()["slots_free"] - spare
-            wanted = list(itertools.islice(self._listed(), max(0, room)))
+            before = self._brain.stats()
+            wanted = list(itertools.islice(self._lacking(), max(0, before["slots_free"] - spare)))
             # The coldest first, so that the hottest is the most recent when all are there.
             wanted.reverse()
-            before = self._brain.stats()["warmed"]
+            queue = Shared(wanted)
             # Not an executor's threads: those would keep a process from ending while a tier hangs.
             threads = [
                 threading.Thread(
-                    target=self._bring,
-                    args=(wanted[number::WARM_THREADS], spare),
-                    name=f"warmer-{number}",
-                    daemon=True,
+                    target=self._bring, args=(queue, spare), name=f"warmer-{number}", daemon=True
                 )
                 for number in range(WARM_THREADS)
             ]
@@ -148,7 +157,7 @@ class Warmer:
                 thread.start()
             for thread in threads:
                 thread.join()
-            brought: int = self._brain.stats()["warmed"] - before
+            brought: int = self._brain.stats()["warmed"] - before["warmed"]
         log.info("warmed L2 with %d blocks", brought)
         return brought
 
@@ -160,11 +169,15 @@ class Warmer:
             self._turn.release()
         return idle
 
-    def _listed(self) -> Iterator[tuple[Tier, Key]]:
+    def _lacking(self) -> Iterator[tuple[Tier, Key]]:
+        """What the tiers hold and L2 does not, each block once."""
+        seen: set[Key] = set()
         for tier in self._tiers:
             try:
                 for key, _ in tier.usage():
-                    yield tier, key
+                    if key not in seen and self._brain.lacks(key):
+                        seen.add(key)
+                        yield tier, key
             except NotImplementedError:
                 continue
             except Exception as error:

@@ -75,7 +75,11 @@ def _show(numbers: dict[str, Any]) -> None:
     clients = numbers.get("service", {}).get("clients", {})
     console.print(
         f"{l2['slots_free']} slots free, {l2['slots_filling']} filling, "
-        f"{l2['slots_leased']} leased; {len(clients)} clients"
+        f"{l2['slots_leased']} leased, {l2['slots_pinned']} pinned; {len(clients)} clients"
     )
+    for digest, space in numbers.get("namespaces", {}).items():
+        console.print(
+            f"  namespace {digest}: {space['model']}, {space['dtype']}, blocks of {space['tokens']}"
+        )
     for number, client in clients.items():
         console.print(f"  client {number}: {client['about']}, {client['tickets']} tickets")

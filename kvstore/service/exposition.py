@@ -45,8 +45,25 @@ L2_METRICS: Final = (
         "",
         {"": "slots_dirty"},
     ),
+    ("kvstore_l2_slots_pinned", GAUGE, "Slots that are pinned.", "", {"": "slots_pinned"}),
+    ("kvstore_l2_pins_max", GAUGE, "Slots that may be pinned.", "", {"": "pins_max"}),
     ("kvstore_l2_slot_bytes", GAUGE, "Size of a slot.", "", {"": "slot_bytes"}),
     ("kvstore_l2_evictions", COUNTER, "Blocks evicted from L2.", "", {"": "evictions"}),
+    ("kvstore_l2_expired", COUNTER, "Blocks evicted for their age.", "", {"": "expired"}),
+    (
+        "kvstore_l2_warmed",
+        COUNTER,
+        "Blocks brought from a tier before anybody asked.",
+        "",
+        {"": "warmed"},
+    ),
+    (
+        "kvstore_l2_over_quota",
+        COUNTER,
+        "Times a tenant got no slot because it has its share.",
+        "",
+        {"": "over_quota"},
+    ),
     ("kvstore_l2_flights", GAUGE, "Blocks on their way up from a tier.", "", {"": "flights"}),
     (
         "kvstore_save_blocks",
@@ -114,6 +131,20 @@ TIER_METRICS: Final = (
         {"": "up"},
     ),
     ("kvstore_tier_breaker_opened", COUNTER, "Times it went down.", "", {"": "breaker_opened"}),
+    (
+        "kvstore_tier_quota_evictions",
+        COUNTER,
+        "Blocks deleted because their tenant was over its quota.",
+        "",
+        {"": "quota_evictions"},
+    ),
+    (
+        "kvstore_tier_write_rate_bytes_per_second",
+        GAUGE,
+        "Bytes of blocks that it was measured to take, all writers together.",
+        "",
+        {"": "write_rate"},
+    ),
     ("kvstore_tier_late", COUNTER, "Calls that ended past their deadline.", "", {"": "late"}),
 )
 
@@ -161,6 +192,7 @@ class StoreCollector(Collector):
         for tier, blocks in stats["hits"].items():
             hits.add_metric([tier], blocks)
         yield hits
+        yield _tenants(stats["l2"]["tenants"])
         yield GaugeMetricFamily("kvstore_sessions", "Sessions open.", stats["sessions"])
         if "service" in stats:
             yield from _families(SERVICE_METRICS, [({}, stats["service"])])
@@ -183,6 +215,15 @@ def _families(table: Any, sources: Sequence[tuple[Stats, Stats]]) -> Iterator[Me
                     family.add_metric(values, numbers[stat])
         if family.samples:
             yield family
+
+
+def _tenants(slots: Stats) -> Metric:
+    family = GaugeMetricFamily(
+        "kvstore_l2_tenant_slots", "Slots that are not free, by tenant.", labels=["tenant"]
+    )
+    for tenant, count in slots.items():
+        family.add_metric([tenant], count)
+    return family
 
 
 def _clients(clients: Stats) -> Metric:

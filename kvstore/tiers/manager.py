@@ -175,6 +175,11 @@ class Brain:
                 self._table.usable(key, nbytes) is not None or key in self._flights for key in keys
             ]
 
+    def lacks(self, key: Key) -> bool:
+        """Nobody has a block of this key in L2, nor is filling one."""
+        with self.lock:
+            return self._table.get(key) is None
+
     def lease(
         self,
         client: int,

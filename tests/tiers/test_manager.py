@@ -19,11 +19,13 @@ from kvstore.tiers.plans import Admission, Flight, LoadPlan, Spill, Spilled, Wai
 from kvstore.tiers.policies.eviction import LRU
 from kvstore.tiers.policies.write import WRITE_POLICIES, write_policy
 from kvstore.tiers.queued import STALL_OFFERS
-from kvstore.tiers.slots import WORKERS
+from kvstore.tiers.slots import PINS, WORKERS
 
 NBYTES = 4096
 KEYS = [Key("team", "space", bytes([n]) * 32) for n in range(12)]
 CLIENTS = (1, 2, 3)
+OLD = 2
+"""Epochs after which a block is old."""
 
 runs = st.lists(st.sampled_from(range(len(KEYS))), min_size=1, max_size=6, unique=True)
 picks = st.integers(0, 1 << 16)
@@ -38,9 +40,16 @@ class BrainAgainstModel(RuleBasedStateMachine):
         write=st.sampled_from(WRITE_POLICIES),
         flights_max=st.integers(1, 4),
         stall_offers=st.integers(0, 3),
+        pins_max=st.integers(0, 3),
     )
     def start(
-        self, slots: int, tiers: int, write: str, flights_max: int, stall_offers: int
+        self,
+        slots: int,
+        tiers: int,
+        write: str,
+        flights_max: int,
+        stall_offers: int,
+        pins_max: int,
     ) -> None:
         self.slots, self.tiers, self.flights_max = slots, tiers, flights_max
         self.stall_offers = stall_offers
@@ -52,7 +61,11 @@ class BrainAgainstModel(RuleBasedStateMachine):
             tiers=tiers,
             flights_max=flights_max,
             stall_offers=stall_offers,
+            pins_max=pins_max,
         )
+        self.pins_max = pins_max
+        self.epoch = 0
+        self.born: dict[Key, int] = {}
         self.clients: set[int] = set()
         self.resident: dict[Key, int] = {}
         self.dirty: set[Key] = set()
@@ -150,6 +163,7 @@ class BrainAgainstModel(RuleBasedStateMachine):
         assert key not in self.resident, "a key twice"
         self.bytes[slot] = key
         self.resident[key] = slot
+        self.born[key] = self.epoch
 
     # --- clients ------------------------------------------------------------------------
 
@@ -285,10 +299,10 @@ class BrainAgainstModel(RuleBasedStateMachine):
         self.brain.leave(waiter, flight)
         self.forget_waiter(waiter, flight)
 
-    @precondition(lambda self: any(client != WORKERS for client, _ in self.leases))
+    @precondition(lambda self: any(client in CLIENTS for client, _ in self.leases))
     @rule(pick=picks)
     def release(self, pick: int) -> None:
-        mine = [lease for lease in self.leases if lease[0] != WORKERS]
+        mine = [lease for lease in self.leases if lease[0] in CLIENTS]
         client, key = lease = mine[pick % len(mine)]
         self.brain.release(client, [self.resident[key]])
         self.leases.remove(lease)
@@ -373,6 +387,70 @@ class BrainAgainstModel(RuleBasedStateMachine):
         for key in idle:
             self.forget(key)
 
+    # --- care ---------------------------------------------------------------------------
+
+    def pinned(self) -> set[Key]:
+        return {key for client, key in self.leases if client == PINS}
+
+    @rule(run=runs)
+    def pin(self, run: list[int]) -> None:
+        before = self.pinned()
+        new: list[Key] = []
+        expected = 0
+        for key in (KEYS[n] for n in run):
+            if key not in self.resident:
+                break
+            if key not in before:
+                if len(before) + len(new) >= self.pins_max:
+                    break
+                new.append(key)
+            expected += 1
+        count, spills = self.brain.pin([KEYS[n] for n in run], NBYTES)
+        assert count == expected
+        self.leases += [(PINS, key) for key in new]
+        assert {spill.key for spill in spills} == set(new) & self.dirty & self.unsent
+        self.take_spills(spills)
+
+    @rule(run=runs)
+    def unpin(self, run: list[int]) -> None:
+        keys = {KEYS[n] for n in run} & self.pinned()
+        assert self.brain.unpin([KEYS[n] for n in run]) == len(keys)
+        for key in keys:
+            self.leases.remove((PINS, key))
+
+    @rule()
+    def age(self) -> None:
+        self.epoch += 1
+        waiting = Counter(spill.key for spill in self.spills if spill not in self.writing)
+        leases = Counter(key for _, key in self.leases)
+        old = {
+            key
+            for key in self.resident
+            if self.born[key] <= self.epoch - OLD and leases[key] == waiting[key]
+        }
+        assert self.brain.age(OLD) == len(old)
+        for spill in [spill for spill in self.spills if spill.key in old]:
+            assert spill.cancelled
+            self.spills.remove(spill)
+            self.leases.remove((WORKERS, spill.key))
+            assert not self.brain.begin(spill)
+        for key in old:
+            self.forget(key)
+
+    @rule(number=st.integers(0, len(KEYS) - 1), spare=st.integers(0, 2), arrived=st.booleans())
+    def adopt(self, number: int, spare: int, arrived: bool) -> None:
+        key = KEYS[number]
+        known = key in self.resident or key in self.filling()
+        slot = self.brain.adopt(key, NBYTES, spare)
+        assert (slot is not None) == (not known and self.free() > spare)
+        if slot is None:
+            return
+        if arrived:
+            self.brain.adopted(slot)
+            self.publish(key, slot)
+        else:
+            self.brain.abandon(WORKERS, [slot])
+
     # --- always -----------------------------------------------------------------------------
 
     @invariant()
@@ -384,7 +462,8 @@ class BrainAgainstModel(RuleBasedStateMachine):
         assert stats["slots_free"] == self.free()
         assert stats["slots_filling"] == len(self.filling())
         assert stats["slots_ready"] == len(self.resident)
-        assert stats["slots_leased"] == len({key for _, key in self.leases})
+        assert stats["slots_leased"] == len({key for who, key in self.leases if who != PINS})
+        assert stats["slots_pinned"] == len(self.pinned()) <= self.pins_max
         assert stats["slots_dirty"] == len(self.dirty)
         assert stats["flights"] == len(self.flights)
         total = stats["slots_free"] + stats["slots_filling"] + stats["slots_ready"]
@@ -409,6 +488,7 @@ class BrainAgainstModel(RuleBasedStateMachine):
             self.brain.fail(flight)
         for spill in self.spills:
             self.brain.spilled(spill, Spilled.FAILED)
+        assert self.brain.unpin_all() == len(self.pinned())
         self.brain.clear()
         assert self.brain.stats()["slots_free"] == self.slots
 
