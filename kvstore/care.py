@@ -129,7 +129,7 @@ class Warmer:
     def __init__(self, brain: Brain, slab: Slab, tiers: Sequence[Tier]) -> None:
         self._brain = brain
         self._slab = slab
-        self._tiers = list(tiers)
+        self.tiers = list(tiers)
         self._stop = threading.Event()
         self._turn = threading.Lock()
 
@@ -172,7 +172,7 @@ class Warmer:
     def _lacking(self) -> Iterator[tuple[Tier, Key]]:
         """What the tiers hold and L2 does not, each block once."""
         seen: set[Key] = set()
-        for tier in self._tiers:
+        for tier in self.tiers:
             try:
                 for key, _ in tier.usage():
                     if key not in seen and self._brain.lacks(key):

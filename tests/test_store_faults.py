@@ -473,3 +473,49 @@ def test_a_block_asked_for_twice_in_one_run() -> None:
             one.release(ticket)
         until(lambda: store.stats()["l2"]["flights"] == 0)
         assert store.stats()["l2"]["slots_leased"] == 0
+
+
+def test_loads_go_ahead_of_saves_and_saves_move_on() -> None:
+    """Both threads of a tier are held up, ten writes and ten reads wait; then they go on."""
+    order: list[str] = []
+    gate, busy = threading.Event(), threading.Semaphore(0)
+
+    class Gated(MemoryTier):
+        workers_read = 1
+        workers_write = 1
+
+        def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
+            self.pass_gate("read")
+            return super().read(key, header, payload)
+
+        def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
+            self.pass_gate("write")
+            super().write(key, header, payload)
+
+        def pass_gate(self, verb: str) -> None:
+            busy.release()
+            assert gate.wait(WAIT_S)
+            order.append(verb)
+
+    gate.set()
+    below = hashes(10, "below")
+    with make_store(Gated(), slots=64) as store, store.session(SPACE) as session:
+        save(session, below)
+        spill_to_tiers(store)
+        while busy.acquire(blocking=False):
+            pass
+        gate.clear()
+        order.clear()
+        save(session, hashes(12, "new"))
+        for _ in range(2):
+            assert busy.acquire(timeout=WAIT_S)  # each thread is in a write
+        ticket = session.load(below)
+        gate.set()
+        ended(session, ticket)
+        assert len(ticket.slots) == 10
+        assert store.flush(WAIT_S)
+        session.release(ticket)
+    waited = order[2:]
+    last = len(waited) - waited[::-1].index("read")
+    assert waited[:last].count("write") <= 4, f"saves went ahead: {waited}"
+    assert order.count("write") == 12

@@ -12,8 +12,9 @@ from sidecar_rig import NAMESPACE, SLOT_BYTES, content, get, hashes_of, put
 import kvstore
 from kvstore.config import Settings
 from kvstore.errors import ConfigError
-from kvstore.tiers.limits import Breaker, Deadline
+from kvstore.tiers.limits import Breaker, Deadline, RateLimit
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.tenants import TenantQuotas
 from kvstore.wire import build_prefetch_policy, build_store, check, open_tier
 
 HASHES = hashes_of("wire", 4)
@@ -65,6 +66,36 @@ def test_tiers_by_kind_name_and_order() -> None:
         assert numbers["memory"]["bytes_capacity"] == 8 << 20
         # Every tier stands behind a breaker.
         assert numbers["near"]["state"] == "up"
+
+
+def test_budgets_of_the_configuration_hold(tmp_path: Path) -> None:
+    """Quotas on L2 and below, a byte rate, pins: each by its effect on a store that was wired."""
+    table = {
+        "kind": "disk",
+        "directory": str(tmp_path / "disk"),
+        "capacity": "16MiB",
+        "codec": "identity",
+        "read_rate": "1KiB",
+        "quota": {"small": f"{3 * (4096 + SLOT_BYTES)}"},
+    }
+    l2 = {**L2, "quota": {"small": 2 * SLOT_BYTES}, "pin_share": 0.125, "ttl_ms": "1h"}
+    with build_store(load(tiers=[table], l2=l2)) as store:
+        assert store.stats()["l2"]["pins_max"] == store.slab.slots // 8
+        for tenant in ("small", "large"):
+            session = store.session(NAMESPACE, tenant)
+            for name in hashes_of("budget", 6):
+                put(session, [name], tenant)
+                assert store.flush(30.0)
+            session.close()
+        stats = store.stats()
+        assert stats["l2"]["tenants"] == {"small": 2, "large": 6}
+        assert stats["tiers"]["disk"]["quota_evictions"] == 3
+        assert stats["tiers"]["disk"]["blocks"] == 3 + 6
+        quotas = store.warmer.tiers[0]
+        assert isinstance(quotas, TenantQuotas)
+        # A rate is outside of the deadline and the breaker: to wait for it is no fault of the tier.
+        assert isinstance(quotas.inner, RateLimit)
+        assert isinstance(quotas.inner.inner, Breaker)
 
 
 def test_a_tier_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

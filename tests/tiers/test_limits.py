@@ -232,6 +232,38 @@ def test_a_rate_is_kept_in_each_direction() -> None:
     assert clock() - began == pytest.approx(2.0, rel=0.02)
 
 
+def test_a_read_pays_for_what_it_got_and_not_for_its_buffer() -> None:
+    clock = FakeClock()
+    small, large = FrameBuffer(PAGE_BYTES), FrameBuffer(16 * MIB)
+    tier = RateLimit(
+        MemoryTier(64 * MIB),
+        read_bytes_per_s=MIB,
+        burst_bytes=17 * MIB,
+        clock=clock,
+        sleep=clock.sleep,
+    )
+    for number in range(8):
+        tier.write(*small.fill(key_of(number), 100))
+    for number in range(16):  # half of them find nothing
+        tier.read(key_of(number), large.header, large.payload)
+    assert clock() == 0.0, "waited for bytes that were never read"
+    for _ in range(20_000):
+        assert tier.read(key_of(1), small.header, small.payload) == PAGE_BYTES
+    assert clock() > 0.0, "what was read is free"
+
+
+def test_a_direction_without_a_rate_is_not_held() -> None:
+    clock = FakeClock()
+    buffer = FrameBuffer(MIB)
+    tier = RateLimit(
+        MemoryTier(64 * MIB), read_bytes_per_s=10.0, clock=clock, sleep=clock.sleep, burst_bytes=1
+    )
+    for number in range(20):
+        tier.write(*buffer.fill(key_of(number), MIB))
+    with pytest.raises(TierUnavailable):
+        tier.read(key_of(0), buffer.header, buffer.payload)
+
+
 def test_a_transfer_that_would_wait_too_long_is_refused() -> None:
     clock = FakeClock()
     buffer = FrameBuffer(MIB)
