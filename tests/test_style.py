@@ -27,7 +27,7 @@ HOMES = {
     "triton": ("kernels/",),
     "vllm": ("connectors/vllm.py", "connectors/vllm/"),
     "sglang": ("connectors/sglang.py", "connectors/sglang/"),
-    "redis": ("tiers/redis.py",),
+    "redis": ("tiers/redis/",),
     "boto3": ("tiers/s3/",),
     "botocore": ("tiers/s3/",),
 }

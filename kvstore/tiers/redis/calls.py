@@ -1,0 +1,188 @@
+"""Calls to the servers: which connection, how many at once, and what a redirect leads to.
+
+A call takes one of a fixed number of scratch buffers, which is also what bounds the connections in
+use; borrows a connection; sends; receives; and gives both back. A connection goes back in step or
+closed, never in between. Every wait on a socket has a timeout, and every transfer an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from redis.connection import ConnectionPool
+from redis.exceptions import ResponseError
+
+from kvstore.errors import TierError
+from kvstore.frame import aligned_buffer
+from kvstore.tiers.redis import faults, resp
+from kvstore.tiers.redis.exchange import Exchange
+from kvstore.tiers.redis.resp import command
+from kvstore.tiers.redis.servers import Servers
+
+ASK_MAX: Final = 8192
+"""Small commands sent in one go, so that neither side buffers without bound."""
+CLOSE_WAIT_S: Final = 5.0
+"""Longest `close` waits for calls under way; a later one closes its connection by itself."""
+
+Command = tuple[bytes, bytes]
+"""A command's word and the name it is about."""
+
+
+class Calls:
+    """Thread-safe. Raises what `faults.edge` maps, and TierError.
+
+    at_once: calls at once, at most. timeout_s: longest wait for a turn, and for a server's word.
+    """
+
+    def __init__(self, servers: Servers, *, at_once: int, timeout_s: float) -> None:
+        self.servers = servers
+        self.counts: Counter[str] = Counter()
+        self._at_once = at_once
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._closed = False
+        self._scratch: queue.LifoQueue[memoryview] = queue.LifoQueue()
+        for _ in range(at_once):
+            self._scratch.put(aligned_buffer(resp.SCRATCH_BYTES)[: resp.SCRATCH_BYTES])
+
+    @property
+    def running(self) -> int:
+        """Calls under way."""
+        return self._at_once - self._scratch.qsize()
+
+    def count(self, name: str, by: int = 1) -> None:
+        with self._lock:
+            self.counts[name] += by
+
+    def counted(self, names: Sequence[str]) -> dict[str, int]:
+        with self._lock:
+            return {name: self.counts[name] for name in names}
+
+    @contextlib.contextmanager
+    def exchange(self, pool: ConnectionPool, nbytes: int = 0) -> Iterator[Exchange]:
+        """A connection and a scratch buffer for one call that moves `nbytes` at most."""
+        with self._permit() as scratch, self._borrowed(pool, scratch, nbytes) as exchange:
+            yield exchange
+
+    def ask(self, commands: Sequence[Command], *, partial: bool = True) -> list[bytes | None]:
+        """One-line replies to small commands; errors are replies too.
+
+        partial: None stands for the replies of a server that failed while others answered; else,
+        and when all failed, its fault is raised.
+        """
+        replies: list[bytes | None] = []
+        for first in range(0, len(commands), ASK_MAX):
+            part = commands[first : first + ASK_MAX]
+            answers: list[bytes | None] = [None] * len(part)
+            left, failures = self._ask_once(part, range(len(part)), answers)
+            if failures and (not partial or all(line is None for line in answers)):
+                raise failures[0]
+            if left:
+                self.look_elsewhere()
+                left, failures = self._ask_once(part, left, answers)
+                if failures and not partial:
+                    raise failures[0]
+            for index in left:
+                answers[index] = self._follow(*part[index])
+            replies += answers
+        return replies
+
+    def look_elsewhere(self) -> None:
+        """A server said that it is another who has a name."""
+        if not self.servers.clustered:
+            raise TierError(f"{self.servers} is a node of a cluster; give it as cluster")
+        self.count("redirects")
+        self.servers.look_again()
+
+    def close(self) -> None:
+        """Let no call begin, wait for those under way, close the connections. Once."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        deadline = time.monotonic() + CLOSE_WAIT_S
+        with contextlib.suppress(queue.Empty):
+            for _ in range(self._at_once):
+                self._scratch.get(timeout=max(0.0, deadline - time.monotonic()))
+        self.servers.close()
+
+    def _ask_once(
+        self, commands: Sequence[Command], which: Sequence[int], answers: list[bytes | None]
+    ) -> tuple[list[int], list[Exception]]:
+        """Put the replies into `answers`; returns those that are redirects, and what failed.
+
+        All servers are sent to before the first is waited for.
+        """
+        groups: defaultdict[ConnectionPool, list[int]] = defaultdict(list)
+        for index in which:
+            groups[self.servers.pool_of(commands[index][1])].append(index)
+        failures: list[Exception] = []
+        with self._permit() as scratch, contextlib.ExitStack() as borrowed:
+            waiting = []
+            for pool, group in groups.items():
+                try:
+                    exchange = borrowed.enter_context(self._borrowed(pool, scratch))
+                    exchange.send(b"".join(command(*commands[index]) for index in group))
+                    waiting.append((exchange, group))
+                except faults.FOREIGN as fault:
+                    failures.append(fault)
+            for exchange, group in waiting:
+                try:
+                    lines = exchange.lines(len(group))
+                except faults.FOREIGN as fault:
+                    failures.append(fault)
+                    continue
+                for index, line in zip(group, lines, strict=True):
+                    answers[index] = line
+        if 0 < len(failures) < len(groups):
+            self.count("faults")
+            self.servers.look_again()
+        return [i for i in which if _is_redirect(answers[i])], failures
+
+    def _follow(self, word: bytes, name: bytes) -> bytes:
+        """The one-line reply to a command that a cluster sends from node to node."""
+        try:
+            return b":%d" % self.servers.follow(word.decode(), name)
+        except ResponseError as error:
+            return b"-" + str(error).encode()
+
+    @contextlib.contextmanager
+    def _permit(self) -> Iterator[memoryview]:
+        """A scratch buffer, and with it the right to use connections."""
+        if self._closed:
+            raise TierError("the tier is closed")
+        try:
+            scratch = self._scratch.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise TierError(f"all {self._at_once} connections are in use") from None
+        try:
+            yield scratch
+        finally:
+            self._scratch.put(scratch)
+
+    @contextlib.contextmanager
+    def _borrowed(
+        self, pool: ConnectionPool, scratch: memoryview, nbytes: int = 0
+    ) -> Iterator[Exchange]:
+        """A connection, closed before it goes back unless it is in step."""
+        connection = pool.get_connection()
+        try:
+            exchange = Exchange(connection, scratch, self._timeout_s, nbytes)
+            try:
+                yield exchange
+            finally:
+                if self._closed or not exchange.in_step:
+                    connection.disconnect()
+        finally:
+            pool.release(connection)
+
+
+def _is_redirect(line: bytes | None) -> bool:
+    error = resp.error_in(line or b"")
+    return error is not None and faults.is_redirect(error)

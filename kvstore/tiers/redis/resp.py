@@ -1,0 +1,178 @@
+"""The part of Redis' protocol (RESP2) that carries frames: commands out, replies in.
+
+Pure: bytes come from a `Receive`, so that a test can cut the stream wherever it likes. A reply is
+taken to its last byte and no further. One request has one reply, so bytes that follow it are not
+the beginning of another: the connection is out of step, and whoever owns it must close it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from kvstore.tiers.base import PAGE_BYTES
+
+Receive = Callable[[memoryview], int]
+"""Fills the front of a view with at least one byte, and says with how many."""
+
+MAX_VALUE_BYTES: Final = 512 << 20
+"""Longest string a server takes, unless its `proto-max-bulk-len` says otherwise."""
+LINE_MAX_BYTES: Final = 2048
+"""Longest one-line reply that is believed."""
+SCRATCH_BYTES: Final = PAGE_BYTES + 64
+"""What is received in one piece before the payload: a reply's first line and a frame's header."""
+DRAIN_MAX_BYTES: Final = 1 << 20
+"""A value that is not wanted is received and thrown away up to this length; a longer one costs
+the connection."""
+
+_SCRATCH_MIN_BYTES: Final = LINE_MAX_BYTES + 2
+_NIL: Final = b"$-1"
+_END: Final = b"\r\n"
+
+
+class OutOfStep(Exception):
+    """Bytes that are no reply to what was asked."""
+
+
+class ErrorReply(Exception):
+    """The server's answer is an error."""
+
+    @property
+    def code(self) -> str:
+        """Its first word: "OOM", "MOVED", "ERR"."""
+        return str(self).partition(" ")[0]
+
+
+class Got(enum.Enum):
+    """What a value turned out to be."""
+
+    FRAME = "frame"
+    MISSING = "missing"
+    FOREIGN = "foreign"
+    """Too short for a frame, or not in whole pages: somebody else's."""
+    TOO_LARGE = "too large"
+    """Longer than the buffer it should go into."""
+
+
+class Value(NamedTuple):
+    """A value's reply. drained: it was received to its end, so the connection is in step."""
+
+    got: Got
+    payload_bytes: int = 0
+    drained: bool = True
+
+
+def command(*words: bytes) -> bytes:
+    """A command as it is sent."""
+    head = b"*%d\r\n" % len(words)
+    return head + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+
+
+def set_around(name: bytes, value_bytes: int, ttl_ms: int) -> tuple[bytes, bytes]:
+    """What is sent before and after a value of `value_bytes` to set it if `name` is not there."""
+    expiry = (b"PX", b"%d" % ttl_ms) if ttl_ms else ()
+    tail = b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in (b"NX", *expiry))
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n"
+    return head % (4 + len(expiry), len(name), name, value_bytes), _END + tail
+
+
+def is_frame_length(nbytes: int) -> bool:
+    """Whether a value of this length can be a frame: a header page and a payload of pages."""
+    return nbytes >= 2 * PAGE_BYTES and nbytes % PAGE_BYTES == 0
+
+
+def read_lines(receive: Receive, scratch: memoryview, count: int) -> list[bytes]:
+    """`count` one-line replies: statuses, errors (still with their "-"), numbers, and nil.
+
+    Raises OutOfStep for anything else.
+    """
+    taken, lines = bytearray(), 0
+    while lines < count:
+        if len(taken) > count * LINE_MAX_BYTES:
+            raise OutOfStep("replies without end")
+        piece = bytes(scratch[: receive(scratch)])
+        lines += piece.count(b"\n")
+        taken += piece
+    replies = bytes(taken).split(_END)
+    if lines != count or len(replies) != count + 1 or replies.pop():
+        raise OutOfStep(f"{lines} lines of replies where {count} are right")
+    for line in replies:
+        if line[:1] not in (b"+", b"-", b":") and line != _NIL:
+            raise OutOfStep(f"a reply that begins with {line[:16]!r}")
+    return replies
+
+
+def error_in(line: bytes) -> ErrorReply | None:
+    """The error that a one-line reply is; None when it is none."""
+    return ErrorReply(line[1:].decode("utf-8", "replace")) if line[:1] == b"-" else None
+
+
+def read_value(
+    receive: Receive, scratch: memoryview, header: memoryview, payload: memoryview
+) -> Value:
+    """The reply to GET, a frame going into `header` (4,096 bytes) and the front of `payload`.
+
+    Raises ErrorReply for an error, OutOfStep for what is no value.
+    """
+    assert len(scratch) >= _SCRATCH_MIN_BYTES
+    have, end = 0, -1
+    while end < 0:
+        if have > LINE_MAX_BYTES:
+            raise OutOfStep("a reply without an end of its first line")
+        have += receive(scratch[have:])
+        end = bytes(scratch[: min(have, LINE_MAX_BYTES)]).find(_END)
+    line, rest = bytes(scratch[:end]), scratch[end + len(_END) : have]
+    if line[:1] == b"-" or line == _NIL:
+        if rest:
+            raise OutOfStep(f"{len(rest)} bytes after a reply")
+        error = error_in(line)
+        if error:
+            raise error
+        return Value(Got.MISSING)
+    if line[:1] != b"$" or not line[1:].isdigit() or len(line) > 12:
+        raise OutOfStep(f"a reply that begins with {line[:16]!r}")
+    nbytes = int(line[1:])
+    if nbytes > MAX_VALUE_BYTES or len(rest) > nbytes + len(_END):
+        raise OutOfStep(f"a value of {nbytes} bytes, or more than that")
+    payload_bytes = nbytes - PAGE_BYTES
+    if not is_frame_length(nbytes):
+        return Value(Got.FOREIGN, 0, _drain(receive, scratch, rest, nbytes))
+    if payload_bytes > len(payload):
+        return Value(Got.TOO_LARGE, payload_bytes, _drain(receive, scratch, rest, nbytes))
+    rest = _fill(receive, header[:PAGE_BYTES], rest)
+    rest = _fill(receive, payload[:payload_bytes], rest)
+    _take_end(receive, scratch, rest)
+    return Value(Got.FRAME, payload_bytes)
+
+
+def _fill(receive: Receive, target: memoryview, front: memoryview) -> memoryview:
+    """Fill `target`, first with what was received already; returns what is left of that."""
+    have = min(len(front), len(target))
+    target[:have] = front[:have]
+    while have < len(target):
+        have += receive(target[have:])
+    return front[len(target) :]
+
+
+def _drain(receive: Receive, scratch: memoryview, rest: memoryview, nbytes: int) -> bool:
+    """Throw a value away; False when it is too long for that."""
+    left = nbytes - len(rest)
+    if left > DRAIN_MAX_BYTES:
+        return False
+    if left <= 0:
+        _take_end(receive, scratch, rest[nbytes:])
+        return True
+    while left:
+        left -= receive(scratch[:left])
+    _take_end(receive, scratch, scratch[:0])
+    return True
+
+
+def _take_end(receive: Receive, scratch: memoryview, rest: memoryview) -> None:
+    """The two bytes after a value, of which `rest` is here already."""
+    end = bytes(rest)
+    while len(end) < len(_END):
+        end += bytes(scratch[: receive(scratch[: len(_END) - len(end)])])
+    if end != _END:
+        raise OutOfStep("a value that is longer than it was said to be")

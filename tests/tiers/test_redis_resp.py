@@ -1,0 +1,229 @@
+"""The protocol of values: any stream of bytes, cut anywhere, is read right or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.tiers.base import PAGE_BYTES
+from kvstore.tiers.redis import resp
+from kvstore.tiers.redis.resp import ErrorReply, Got, OutOfStep, Value
+
+PAYLOAD_BYTES = 3 * PAGE_BYTES
+
+cuts = st.lists(st.integers(1, 5000), max_size=40)
+"""Most bytes of the first receives; those that follow take what they want."""
+lines = st.one_of(
+    st.just(b"$-1"),
+    st.integers(-(10**12), 10**12).map(lambda n: b":%d" % n),
+    st.binary(max_size=80).map(lambda text: b"+" + text.translate(None, b"\r\n")),
+    st.binary(max_size=80).map(lambda text: b"-ERR " + text.translate(None, b"\r\n")),
+)
+
+
+class Ended(Exception):
+    """The stream has no more bytes: a socket would wait."""
+
+
+class Stream:
+    """Bytes that come in pieces."""
+
+    def __init__(self, data: bytes, cut: Sequence[int] = ()) -> None:
+        self.data = data
+        self.cut = list(cut)
+        self.taken = 0
+
+    def receive(self, view: memoryview) -> int:
+        assert len(view), "nothing was asked for"
+        limit = self.cut.pop(0) if self.cut else len(view)
+        piece = self.data[self.taken : self.taken + min(limit, len(view))]
+        if not piece:
+            raise Ended
+        view[: len(piece)] = piece
+        self.taken += len(piece)
+        return len(piece)
+
+
+def scratch() -> memoryview:
+    return memoryview(bytearray(resp.SCRATCH_BYTES))
+
+
+def value_of(stream: Stream, payload_bytes: int = PAYLOAD_BYTES) -> tuple[Value, bytes]:
+    """What is read, and the bytes of header and payload."""
+    header = memoryview(bytearray(PAGE_BYTES))
+    payload = memoryview(bytearray(payload_bytes))
+    value = resp.read_value(stream.receive, scratch(), header, payload)
+    return value, bytes(header) + bytes(payload[: value.payload_bytes])
+
+
+def noise(nbytes: int) -> bytes:
+    return bytes((i * 37 + i // 256) % 251 for i in range(nbytes))
+
+
+def bulk(data: bytes) -> bytes:
+    return b"$%d\r\n%s\r\n" % (len(data), data)
+
+
+@settings(deadline=None)
+@given(pages=st.integers(1, 3), cut=cuts)
+def test_a_frame_arrives_whole_however_it_is_cut(pages: int, cut: list[int]) -> None:
+    frame = noise((1 + pages) * PAGE_BYTES)
+    stream = Stream(bulk(frame), cut)
+    value, data = value_of(stream)
+    assert value == Value(Got.FRAME, pages * PAGE_BYTES)
+    assert data == frame
+    assert stream.taken == len(stream.data)
+
+
+@settings(deadline=None)
+@given(nbytes=st.integers(0, 70_000), cut=cuts)
+def test_any_value_is_taken_to_its_end(nbytes: int, cut: list[int]) -> None:
+    stream = Stream(bulk(noise(nbytes)), cut)
+    value, _ = value_of(stream, PAGE_BYTES)
+    if nbytes % PAGE_BYTES or nbytes < 2 * PAGE_BYTES:
+        assert value.got is Got.FOREIGN
+    else:
+        assert value.got is (Got.FRAME if nbytes == 2 * PAGE_BYTES else Got.TOO_LARGE)
+    assert value.drained
+    assert stream.taken == len(stream.data)
+
+
+def test_a_value_too_long_to_throw_away_is_left() -> None:
+    stream = Stream(bulk(noise(resp.DRAIN_MAX_BYTES + 8 * PAGE_BYTES)))
+    value, _ = value_of(stream)
+    assert value == Value(Got.TOO_LARGE, resp.DRAIN_MAX_BYTES + 7 * PAGE_BYTES, drained=False)
+
+
+@settings(deadline=None)
+@given(cut=cuts)
+def test_a_missing_value(cut: list[int]) -> None:
+    stream = Stream(b"$-1\r\n", cut)
+    assert value_of(stream)[0] == Value(Got.MISSING)
+    assert stream.taken == 5
+
+
+@settings(deadline=None)
+@given(text=st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=1), cut=cuts)
+def test_an_error_is_raised_and_taken_to_its_end(text: str, cut: list[int]) -> None:
+    stream = Stream(b"-OOM %s\r\n" % text.encode(), cut)
+    with pytest.raises(ErrorReply) as caught:
+        value_of(stream)
+    assert (caught.value.code, str(caught.value)) == ("OOM", f"OOM {text}")
+    assert stream.taken == len(stream.data)
+
+
+@settings(deadline=None)
+@given(pages=st.integers(1, 3), at=st.floats(0, 1, exclude_max=True), cut=cuts)
+def test_a_reply_that_ends_early_is_never_a_value(pages: int, at: float, cut: list[int]) -> None:
+    whole = bulk(noise((1 + pages) * PAGE_BYTES))
+    with pytest.raises(Ended):
+        value_of(Stream(whole[: int(at * len(whole))], cut))
+
+
+@settings(deadline=None)
+@given(pages=st.integers(1, 2), more=st.binary(min_size=1, max_size=64), cut=cuts)
+def test_a_value_longer_than_it_says_is_refused(pages: int, more: bytes, cut: list[int]) -> None:
+    frame = noise((1 + pages) * PAGE_BYTES)
+    head = b"$%d\r\n" % len(frame)
+    if more.startswith((b"\r\n", b"\r")) or more == b"\r":
+        more = b"x" + more
+    with pytest.raises((OutOfStep, Ended)):
+        value_of(Stream(head + frame + more, cut))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"+OK\r\n",
+        b":5\r\n",
+        b"*1\r\n$1\r\nx\r\n",
+        b"$\r\n",
+        b"$-2\r\n",
+        b"$+8192\r\n",
+        b"$ 8192\r\n",
+        b"$8192 \r\n",
+        b"$\xd9\xa8\r\n",
+        b"$99999999999999\r\n",
+        b"$600000000\r\n",
+        b"$-1\r\n+OK\r\n",
+        b"-ERR x\r\n:1\r\n",
+        b"$1\r\nxx\r\n",
+        b"$1\r\nx\r\n+",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"x" * 5000,
+    ],
+)
+def test_what_is_no_value_is_out_of_step(data: bytes) -> None:
+    with pytest.raises(OutOfStep):
+        value_of(Stream(data))
+
+
+@settings(deadline=None)
+@given(data=st.binary(max_size=300), cut=cuts)
+def test_noise_is_refused_and_never_a_frame(data: bytes, cut: list[int]) -> None:
+    reads: list[Callable[[Stream], object]] = [
+        lambda stream: value_of(stream)[0].got,
+        lambda stream: resp.read_lines(stream.receive, scratch(), 2),
+    ]
+    for read in reads:
+        try:
+            assert read(Stream(data, cut)) is not Got.FRAME
+        except (OutOfStep, ErrorReply, Ended):
+            continue
+
+
+@settings(deadline=None)
+@given(replies=st.lists(lines, min_size=1, max_size=50), cut=cuts)
+def test_lines_arrive_in_order_however_they_are_cut(replies: list[bytes], cut: list[int]) -> None:
+    stream = Stream(b"".join(line + b"\r\n" for line in replies), cut)
+    assert resp.read_lines(stream.receive, scratch(), len(replies)) == replies
+    assert stream.taken == len(stream.data)
+
+
+@settings(deadline=None)
+@given(replies=st.lists(lines, min_size=2, max_size=9), cut=cuts)
+def test_lines_more_than_asked_for_are_out_of_step(replies: list[bytes], cut: list[int]) -> None:
+    """Unless they have not arrived yet: then the next user of the connection finds them."""
+    data = b"".join(line + b"\r\n" for line in replies)
+    stream = Stream(data, cut)
+    asked = len(replies) - 1
+    try:
+        assert resp.read_lines(stream.receive, scratch(), asked) == replies[:asked]
+        assert stream.taken == sum(len(line) + 2 for line in replies[:asked])
+    except OutOfStep:
+        assert stream.taken > sum(len(line) + 2 for line in replies[:asked])
+
+
+@pytest.mark.parametrize("data", [b"OK\r\n", b"$2\r\n", b"+a\n", b"+a\r", b"\r\n", b"$-1x\r\n"])
+def test_what_is_no_line_is_out_of_step(data: bytes) -> None:
+    with pytest.raises((OutOfStep, Ended)):
+        resp.read_lines(Stream(data).receive, scratch(), 1)
+
+
+def test_a_line_without_end_is_out_of_step() -> None:
+    with pytest.raises(OutOfStep, match="without end"):
+        resp.read_lines(Stream(b"+" + b"x" * 50_000).receive, scratch(), 1)
+
+
+@settings(deadline=None)
+@given(words=st.lists(st.binary(max_size=40), min_size=1, max_size=6))
+def test_a_command_says_the_length_of_each_word(words: list[bytes]) -> None:
+    data = resp.command(*words)
+    count, _, rest = data[1:].partition(b"\r\n")
+    assert (data[:1], int(count)) == (b"*", len(words))
+    for word in words:
+        nbytes, _, rest = rest[1:].partition(b"\r\n")
+        assert rest[: int(nbytes)] == word
+        assert rest[int(nbytes) :][:2] == b"\r\n"
+        rest = rest[int(nbytes) + 2 :]
+    assert rest == b""
+
+
+@pytest.mark.parametrize("ttl_ms", [0, 5000])
+def test_setting_a_value_is_the_command_around_it(ttl_ms: int) -> None:
+    head, tail = resp.set_around(b"name", 3, ttl_ms)
+    expiry = [b"PX", b"5000"] if ttl_ms else []
+    assert head + b"abc" + tail == resp.command(b"SET", b"name", b"abc", b"NX", *expiry)
