@@ -1,4 +1,8 @@
-"""Block gather and scatter: pages of a KV pool into slots, and back. `base` is the contract."""
+"""Block gather and scatter: pages of a KV pool into slots, and back. `base` is the contract.
+
+`layout.PoolLayout` says where an engine's KV lies, `formats.BlockFormat` what a block's bytes in a
+slot mean; `copier_for` gives the fastest copier between the two.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +11,57 @@ from collections.abc import Sequence
 
 import torch
 
-from kvstore.kernels.base import FINISHED, SKIP, Copier, Event
+from kvstore.kernels.base import FINISHED, SKIP, Copier, Event, as_layout
+from kvstore.kernels.formats import PLAIN, BlockFormat, check_layout, format_of
+from kvstore.kernels.layout import PoolLayout
 from kvstore.kernels.torch_copier import DeviceCopier, HostCopier
 
-__all__ = ["FINISHED", "SKIP", "Copier", "Event", "copier_for", "gather", "scatter"]
+__all__ = [
+    "FINISHED",
+    "PLAIN",
+    "SKIP",
+    "BlockFormat",
+    "Copier",
+    "Event",
+    "PoolLayout",
+    "check_layout",
+    "copier_for",
+    "format_of",
+    "gather",
+    "scatter",
+]
 
 
-def copier_for(pool: torch.Tensor) -> Copier:
-    """The fastest copier for where this pool lies.
+def copier_for(pool: torch.Tensor | PoolLayout, form: BlockFormat = PLAIN) -> Copier:
+    """The fastest copier for where this pool lies; a bare tensor is our engine's pool.
 
     CPU: numpy views. CUDA: our kernels through cupy where it is installed, else torch's indexing.
     """
-    if pool.device.type == "cpu":
-        return HostCopier(pool)
-    if pool.device.type == "cuda" and importlib.util.find_spec("cupy") is not None:
+    layout = as_layout(pool)
+    if layout.device.type == "cpu":
+        return HostCopier(layout, form)
+    if layout.device.type == "cuda" and importlib.util.find_spec("cupy") is not None:
         from kvstore.kernels.cupy_copier import CupyCopier
 
-        return CupyCopier(pool)
-    return DeviceCopier(pool)
+        return CupyCopier(layout, form)
+    return DeviceCopier(layout, form)
 
 
 def gather(
-    pool: torch.Tensor, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]
+    pool: torch.Tensor | PoolLayout,
+    pages: Sequence[Sequence[int]],
+    slots: Sequence[memoryview],
+    form: BlockFormat = PLAIN,
 ) -> Event:
     """Copy the pages `pages[i]` of `pool` into `slots[i]`; see `base.Copier.gather`."""
-    return copier_for(pool).gather(pages, slots)
+    return copier_for(pool, form).gather(pages, slots)
 
 
 def scatter(
-    pool: torch.Tensor, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]
+    pool: torch.Tensor | PoolLayout,
+    pages: Sequence[Sequence[int]],
+    slots: Sequence[memoryview],
+    form: BlockFormat = PLAIN,
 ) -> Event:
     """Copy `slots[i]` into the pages `pages[i]` of `pool`; see `base.Copier.scatter`."""
-    return copier_for(pool).scatter(pages, slots)
+    return copier_for(pool, form).scatter(pages, slots)

@@ -1,10 +1,10 @@
 """The contract of a copier: pages of a paged KV pool into slots, and back.
 
-A pool is one contiguous tensor `[layers, 2, num_pages, page_tokens, kv_heads, head_dim]`. A block
-in a slot is `[layers, 2, block_tokens, kv_heads, head_dim]`, contiguous, of the same dtype (layout
-"LKTHD"); `block_tokens` is a whole number of pages. So a block is `layers * 2` rows of
-`pages_per_block` pages, and every page in it is one contiguous span of `page_bytes` on both sides:
-copying needs no knowledge of the dtype.
+A pool is whatever `layout.PoolLayout` describes; our engine's is one contiguous tensor
+`[layers, 2, num_pages, page_tokens, kv_heads, head_dim]`. A block in a slot holds the same vectors
+in the order and storage of a `formats.BlockFormat`, of `pages_per_block` pages; a plain block of
+our engine is `[layers, 2, block_tokens, kv_heads, head_dim]`, contiguous ("LKTHD"). `plan` cuts
+either into runs of bytes: no copier knows dtypes, except to split or quantise.
 
 Who calls: one copier thread of a connector (`gather` and `scatter`), after it has waited for the
 `mark` its caller took: a copier's stream is not the stream the engine computes on. Whoever calls
@@ -14,12 +14,14 @@ keeps pages and slots alive, leased and untouched until the event is done.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from kvstore.kernels.formats import BlockFormat
+from kvstore.kernels.layout import PoolLayout
+from kvstore.kernels.plan import CopyPlan, copy_plan
 from kvstore.verbs import SlotBuffer
 
 SKIP = -1
@@ -37,6 +39,13 @@ class Event(Protocol):
         """Return once the copy has ended. Raises RuntimeError when the device failed."""
         ...
 
+    def order(self) -> None:
+        """Have what this thread queues on its device stream from here on run after the copy.
+
+        Does not block the thread.
+        """
+        ...
+
 
 class Finished:
     """An event that was done when it was made: copies on CPU end before they return."""
@@ -45,6 +54,9 @@ class Finished:
         return True
 
     def wait(self) -> None:
+        return None
+
+    def order(self) -> None:
         return None
 
 
@@ -66,6 +78,15 @@ class Copier(Protocol):
         """Copy slots into pages; a page id of SKIP leaves its part of the slot out."""
         ...
 
+    def scatter_layers(
+        self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]
+    ) -> Sequence[Event]:
+        """Like `scatter`, layer by layer: one event for each layer of the pool, in order.
+
+        When the last one is done, all are.
+        """
+        ...
+
     def mark(self) -> Event:
         """An event for all work this thread has queued on the pool's device so far."""
         ...
@@ -79,42 +100,39 @@ class Copier(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class PoolShape:
-    """A pool as a copier sees it: rows of pages of bytes."""
-
-    rows: int
-    """layers * 2"""
-    num_pages: int
-    page_bytes: int
-
-    @classmethod
-    def of(cls, pool: torch.Tensor) -> PoolShape:
-        """The shape of `[layers, 2, num_pages, page_tokens, kv_heads, head_dim]`."""
-        assert pool.dim() == 6, f"a pool has 6 axes, not {pool.dim()}"
-        assert pool.shape[1] == 2, f"a pool's second axis is K and V, not {pool.shape[1]}"
-        assert pool.is_contiguous(), "a pool is contiguous"
-        layers, _, num_pages, page_tokens, kv_heads, head_dim = pool.shape
-        page_bytes = page_tokens * kv_heads * head_dim * pool.element_size()
-        return cls(layers * 2, num_pages, page_bytes)
-
-    def block_bytes(self, pages_per_block: int) -> int:
-        return self.rows * pages_per_block * self.page_bytes
+def as_layout(pool: torch.Tensor | PoolLayout) -> PoolLayout:
+    """A pool's layout; a bare tensor is our engine's pool."""
+    return pool if isinstance(pool, PoolLayout) else PoolLayout.reference(pool)
 
 
-def page_table(
-    pool: PoolShape, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]
-) -> np.ndarray:
-    """`pages` as int32 `[blocks, pages_per_block]`, checked against pool and slots."""
-    assert len(pages) == len(slots), f"{len(pages)} rows of pages for {len(slots)} slots"
-    table = np.asarray(pages, dtype=np.int32)
-    if not len(slots):
-        return table.reshape(0, 1)
-    assert table.ndim == 2, "every block has the same number of pages"
-    assert table.shape[1] > 0, "a block has at least one page"
-    assert table.min() >= SKIP, f"page {table.min()} is below {SKIP}"
-    assert table.max() < pool.num_pages, f"page {table.max()} of {pool.num_pages}"
-    need = pool.block_bytes(table.shape[1])
-    for slot in slots:
-        assert slot.nbytes >= need, f"a slot of {slot.nbytes} bytes for a block of {need}"
-    return table
+class Plans:
+    """The plans of one pool and format, made once for each size of block and range of layers."""
+
+    def __init__(self, pool: PoolLayout, form: BlockFormat) -> None:
+        form.check(pool)
+        self.pool = pool
+        self.form = form
+        self._made: dict[tuple[int, int | None], CopyPlan] = {}
+
+    def of(self, pages_per_block: int, layer: int | None = None) -> CopyPlan:
+        """The plan of all layers, or of one."""
+        key = (pages_per_block, layer)
+        if key not in self._made:
+            layers = None if layer is None else range(layer, layer + 1)
+            self._made[key] = copy_plan(self.pool, self.form, pages_per_block, layers)
+        return self._made[key]
+
+    def page_table(self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]) -> np.ndarray:
+        """`pages` as int32 `[blocks, pages_per_block]`, checked against pool and slots."""
+        assert len(pages) == len(slots), f"{len(pages)} rows of pages for {len(slots)} slots"
+        table = np.asarray(pages, dtype=np.int32)
+        if not len(slots):
+            return table.reshape(0, 1)
+        assert table.ndim == 2, "every block has the same number of pages"
+        assert table.shape[1] > 0, "a block has at least one page"
+        assert table.min() >= SKIP, f"page {table.min()} is below {SKIP}"
+        assert table.max() < self.pool.num_pages, f"page {table.max()} of {self.pool.num_pages}"
+        need = self.form.block_bytes(self.pool, table.shape[1])
+        for slot in slots:
+            assert slot.nbytes >= need, f"a slot of {slot.nbytes} bytes for a block of {need}"
+        return table

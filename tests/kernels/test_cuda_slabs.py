@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvstore.kernels.cupy_copier import SLABS_MAX, SlabMap
+from kvstore.kernels.slabs import SLABS_MAX, SlabMap
 from kvstore.leases import Slab
 
 SLOTS = 4
@@ -98,7 +98,7 @@ def test_a_new_slab_where_an_old_one_lay_is_registered_anew(driver: Driver, slab
     slabs.add(new)  # known already
     found = slabs.addresses([new.view(0), new.view(3)])
     assert found is not None
-    assert found.tolist() == [new.address + (1 << 50) + slot * SLOT_BYTES for slot in (0, 3)]
+    assert found.device.tolist() == [new.address + (1 << 50) + slot * SLOT_BYTES for slot in (0, 3)]
     new.close()
 
 

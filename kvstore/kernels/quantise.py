@@ -1,0 +1,91 @@
+"""int8 with one scale for each vector: half the bytes of bf16, and not the same bytes back.
+
+A vector (one token's K or V of one head) is kept as `width` int8 values and, behind them, a
+float32 scale: value = q * scale, scale = max|x| / 127. Lossy, hence never a default: a namespace
+asks for it (`formats.BlockFormat(storage="int8")`), and its `quantisation` says so.
+
+The arithmetic is defined to the bit, so that every copier gives the same bytes: in float32, each
+operation rounded to nearest even, no fused multiply-add.
+
+    top = max|x|                            as the greatest bit pattern without its sign
+    top is infinite or NaN, somewhere:      scale = NaN, q = 0: the vector comes back as NaN
+    top < 2**-100:                          scale = 0, q = 0
+    else:                                   scale = top / 127;  q = round(x * (127 / top)),
+                                            held within -127..127
+    back:                                   float32(q) * scale, rounded to the pool's dtype;
+                                            every NaN as the one of `NAN_BITS`
+
+What to expect, for vectors of 128 values that are normally distributed: a relative error (root
+mean square) of about 0.6 %; one outlier of ten times the rest makes it about 2 %. What it does to
+a model's answers is for its user to measure; `error_of` reports the error of KV that was kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+Q_MAX = 127.0
+SMALLEST_TOP = 2.0**-100
+NAN_BITS = {
+    torch.float32: (torch.int32, 0x7FC00000),
+    torch.bfloat16: (torch.int16, 0x7FC0),
+    torch.float16: (torch.int16, 0x7E00),
+}
+_INFINITE_BITS = 0x7F800000
+_NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class QuantisationError:
+    """How far values came back from what they were.
+
+    max_abs: largest difference. relative_rms: root of the sum of squared differences over that of
+    squared values; 0 where all values are 0. values: how many were compared (finite ones).
+    """
+
+    max_abs: float
+    relative_rms: float
+    values: int
+
+    def __str__(self) -> str:
+        return f"max abs {self.max_abs:.3g}, relative RMS {self.relative_rms:.3%}"
+
+
+def quantise(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[..., width]` floats to int8 `[..., width]` and float32 scales `[..., 1]`, on any device."""
+    x = vectors.to(torch.float32)
+    top_bits = (x.view(torch.int32) & 0x7FFFFFFF).amax(dim=-1, keepdim=True)
+    finite = top_bits < _INFINITE_BITS
+    top = top_bits.view(torch.float32)
+    kept = finite & (top >= SMALLEST_TOP)
+    one = torch.ones_like(top)
+    q_max = torch.full_like(top, Q_MAX)
+    safe = torch.where(kept, top, one)
+    scale = torch.where(kept, safe / q_max, torch.zeros_like(top))
+    scale = torch.where(finite, scale, torch.full_like(top, _NAN))
+    x = torch.where(kept, x, torch.zeros_like(x))
+    q = torch.round(x * (q_max / safe)).clamp_(-Q_MAX, Q_MAX)
+    return q.to(torch.int8), scale
+
+
+def dequantise(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """int8 `[..., width]` and float32 `[..., 1]` back to `[..., width]` of `dtype`."""
+    x = q.to(torch.float32) * scale
+    integers, nan_bits = NAN_BITS[dtype]
+    restored: torch.Tensor = x.to(dtype).view(integers).masked_fill_(x.isnan(), nan_bits)
+    return restored.view(dtype)
+
+
+def error_of(before: torch.Tensor, after: torch.Tensor) -> QuantisationError:
+    """Compare floats with what came back; of any shape, in float64."""
+    was, now = before.to(torch.float64).flatten(), after.to(torch.float64).flatten()
+    finite = torch.isfinite(was) & torch.isfinite(now)
+    was, now = was[finite], now[finite]
+    if not len(was):
+        return QuantisationError(0.0, 0.0, 0)
+    difference = (now - was).abs()
+    power = float((was * was).sum())
+    rms = (float((difference * difference).sum()) / power) ** 0.5 if power else 0.0
+    return QuantisationError(float(difference.max()), rms, len(was))
