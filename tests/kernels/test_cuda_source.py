@@ -6,6 +6,7 @@ import ctypes
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool_cases import Case, Sizes, bits, cases, clone, make_pool
 
-from kvstore.kernels import SKIP, reference
-from kvstore.kernels.cuda_source import CUDA_SOURCE, launch_shape
+from kvstore.kernels import BlockFormat, PoolLayout, reference
+from kvstore.kernels.base import Plans
+from kvstore.kernels.cuda_source import (
+    CUDA_SOURCE,
+    KERNELS,
+    LANES,
+    kernel_name,
+    launch_shape,
+    launch_sizes,
+)
+from kvstore.kernels.formats import dtype_name
+from kvstore.kernels.plan import CopyPlan
+
+torch.set_num_threads(1)
 
 HERE = Path(__file__).parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-KERNELS = ("kvstore_gather", "kvstore_scatter")
-GUARD_BYTES = 64
-"""Bytes around every buffer that no kernel may touch."""
 SPILLING_SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(1024) spilling(float* a) {
     float x[256];
@@ -32,6 +43,8 @@ extern "C" __global__ void __launch_bounds__(1024) spilling(float* a) {
     for (int i = 0; i < 256; i++) a[threadIdx.x + i * 1024] = x[i] * x[(i * 37 + 11) % 256];
 }
 """
+COMPILE = ("-std=c++17", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC")
+TRAPS = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-pthread")
 
 
 def compile_with_nvrtc(source: str, architecture: str) -> str:
@@ -76,89 +89,188 @@ def test_a_spill_would_be_seen() -> None:
     assert spilled_bytes(compile_with_nvrtc(SPILLING_SOURCE, "sm_90"))["spilling"] > 0
 
 
+class Shim:
+    """The kernels as a library for this CPU."""
+
+    def __init__(self, path: Path) -> None:
+        self.library = ctypes.CDLL(str(path))
+        self.library.launch.restype = ctypes.c_ulonglong
+        self.library.launch.argtypes = [
+            *(ctypes.c_void_p, ctypes.c_int, *[ctypes.c_uint] * 3),
+            *[ctypes.c_void_p] * 5,
+        ]
+
+    def run(
+        self,
+        plan: CopyPlan,
+        dtype: torch.dtype,
+        table: np.ndarray,
+        slots: Sequence[np.ndarray],
+        *,
+        into_slots: bool,
+        shape: tuple[int, int, int] | None = None,
+    ) -> None:
+        """One launch. shape: grid x, block x and block y; None is the one used on a device."""
+        name = kernel_name(plan, dtype_name(dtype), into_slots=into_slots)
+        grid, block = launch_shape(table.size * plan.runs_per_page)
+        counts, strides = launch_sizes(plan, len(table))
+        arrays = (
+            plan.table(),
+            np.array([slot.ctypes.data for slot in slots], dtype=np.uint64),
+            np.ascontiguousarray(table, dtype=np.int32),
+            np.array(counts, dtype=np.uint32),
+            np.array(strides, dtype=np.uint64),
+        )
+        misaligned = self.library.launch(
+            ctypes.cast(getattr(self.library, name), ctypes.c_void_p),
+            int(plan.storage == "int8"),
+            *(shape or (grid[0], block[0], block[1])),
+            *(array.ctypes.data for array in arrays),
+        )
+        assert misaligned == 0
+
+
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The kernels as a shared library for this CPU."""
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("shim")
-    shim = (HERE / "cuda_shim.h").read_text()
-    (folder / "kernels.cpp").write_text(
-        shim + CUDA_SOURCE + (HERE / "cuda_shim_launch.h").read_text()
-    )
-    command = [compiler, "-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC"]
-    subprocess.run(
-        [*command, "-o", folder / "kernels.so", folder / "kernels.cpp"], check=True, timeout=120
-    )
-    function = ctypes.CDLL(str(folder / "kernels.so")).launch
-    function.restype = ctypes.c_ulonglong
-    function.argtypes = [ctypes.c_int, *[ctypes.c_uint] * 3, *[ctypes.c_void_p] * 3]
-    function.argtypes += [ctypes.c_ulonglong] * 5
-    return function
+    parts = ((HERE / "cuda_shim.h"), (HERE / "cuda_shim_launch.h"))
+    texts = [part.read_text() for part in parts]
+    (folder / "kernels.cpp").write_text(texts[0] + CUDA_SOURCE + texts[1])
+    files = ("-o", folder / "kernels.so", folder / "kernels.cpp")
+    subprocess.run([compiler, *COMPILE, *TRAPS, *files], check=True, timeout=120)
+    return Shim(folder / "kernels.so")
 
 
-class OffsetBuffer:
-    """Random bytes that begin `offset` bytes behind a 16-byte boundary, in a larger room."""
+def check(
+    shim: Shim, case: Case, *, into_slots: bool, layer: int | None = None, **shape: Any
+) -> None:
+    """One launch against the loops. Slots are longer than blocks and pools have gaps, so bytes
+    that no kernel may touch lie around whatever it does."""
+    if not case.pages:
+        return
+    slots = [np.frombuffer(slot, dtype=np.uint8) for slot in case.slots]
+    plan = Plans(case.pool, case.form).of(case.pages_per_block, layer)
+    expected, before = clone(case.pool), bits(case.pool)
+    if into_slots:
+        wanted = [bytearray(slot) for slot in case.slots]
+        reference.gather(case.pool, case.pages, [memoryview(slot) for slot in wanted], case.form)
+    else:
+        wanted = [bytearray(slot) for slot in case.slots]
+        reference.scatter(expected, case.pages, case.views(), case.form)
+    table = np.array(case.pages, dtype=np.int32)
+    shim.run(plan, case.pool.dtype, table, slots, into_slots=into_slots, **shape)
+    assert case.slots == wanted
+    assert bits(case.pool) == (before if into_slots else bits(expected))
 
-    def __init__(self, rng: np.random.Generator, nbytes: int, offset: int) -> None:
-        self.room = rng.integers(0, 256, nbytes + 2 * GUARD_BYTES, dtype=np.uint8)
-        start = GUARD_BYTES // 2 - self.room.ctypes.data % 16 + offset
-        self.inner = slice(start, start + nbytes)
 
-    @property
-    def bytes(self) -> np.ndarray:
-        return self.room[self.inner]
+SHAPES = st.one_of(st.none(), st.tuples(st.integers(1, 5), st.integers(1, 33), st.integers(1, 9)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    case=cases(unique=True, storages=("plain", "planes")), into_slots=st.booleans(), shape=SHAPES
+)
+def test_on_cpu_equals_the_loops(
+    shim: Shim, case: Case, into_slots: bool, shape: tuple[int, int, int] | None
+) -> None:
+    """Any layout, order, grid and block, holes in the table included."""
+    check(shim, case, into_slots=into_slots, shape=shape)
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=cases(unique=True, storages=("int8",)), into_slots=st.booleans())
+def test_int8_on_cpu_equals_the_loops(shim: Shim, case: Case, into_slots: bool) -> None:
+    """Grid and block as on a device: the lanes of a warp find the largest value together."""
+    check(shim, case, into_slots=into_slots)
+
+
+@pytest.mark.parametrize("storage", ["plain", "planes", "int8"])
+@pytest.mark.parametrize("into_slots", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_wide_vectors_take_the_vector_paths(
+    shim: Shim, storage: str, into_slots: bool, dtype: torch.dtype
+) -> None:
+    """Sizes of real models: runs of many 16-byte vectors, and vectors of 128 values."""
+    rng = np.random.default_rng(7)
+    values = torch.from_numpy(rng.standard_normal(1 << 14).astype(np.float32)).to(dtype)
+    pool = make_pool("reference", Sizes(2, 3, 4, 2, 128), dtype, values.view(torch.uint8).numpy())
+    form = BlockFormat("LKTHD", storage)
+    slots = [bytearray(rng.bytes(form.block_bytes(pool, 2) + 64))]
+    if storage == "int8" and not into_slots:
+        other = make_pool(
+            "reference", Sizes(2, 3, 4, 2, 128), dtype, values.view(torch.uint8).numpy()
+        )
+        reference.gather(other, [[0, 1]], [memoryview(slot) for slot in slots], form)
+    check(shim, Case(pool, form, [[2, 0]], slots), into_slots=into_slots)
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     into_slots=st.booleans(),
-    rows=st.sampled_from((2, 4, 6)),
-    page_bytes=st.one_of(st.integers(1, 80), st.sampled_from((128, 384, 512, 2048, 2056, 4100))),
-    pages_per_block=st.integers(1, 4),
-    blocks=st.integers(1, 4),
-    offsets=st.one_of(st.just([0] * 5), st.lists(st.integers(0, 15), min_size=5, max_size=5)),
-    shape=st.one_of(st.none(), st.tuples(st.integers(1, 5), st.integers(1, 33), st.integers(1, 9))),
+    planes=st.booleans(),
+    run_bytes=st.one_of(st.integers(1, 80), st.sampled_from((128, 384, 512, 2048, 2056, 4100))),
+    offsets=st.lists(st.integers(0, 15), min_size=2, max_size=2),
+    element=st.sampled_from((1, 2, 4)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_on_cpu_equals_the_loops(
-    launch: Any,
+def test_any_alignment_is_right(
+    shim: Shim,
     into_slots: bool,
-    rows: int,
-    page_bytes: int,
-    pages_per_block: int,
-    blocks: int,
+    planes: bool,
+    run_bytes: int,
     offsets: list[int],
-    shape: tuple[int, int, int] | None,
+    element: int,
     seed: int,
 ) -> None:
-    """Any page size, alignment, grid and block, holes in the table included."""
+    """Pools and slots that begin anywhere, elements that begin at multiples of their size."""
     rng = np.random.default_rng(seed)
-    num_pages = blocks * pages_per_block + 2
-    table = rng.permutation(num_pages)[: blocks * pages_per_block].astype(np.int32)
-    table[rng.random(len(table)) < 0.2] = SKIP
-    pages = table.reshape(blocks, pages_per_block)
-    pool = OffsetBuffer(rng, rows * num_pages * page_bytes, offsets[0])
-    block_bytes = rows * pages_per_block * page_bytes
-    slots = [OffsetBuffer(rng, block_bytes, offsets[1 + index % 4]) for index in range(blocks)]
-    rooms = [pool.room.copy(), *(slot.room.copy() for slot in slots)]
-    inner = [rooms[0][pool.inner], *(r[s.inner] for r, s in zip(rooms[1:], slots, strict=True))]
-    as_pool = torch.from_numpy(inner[0]).view(rows // 2, 2, num_pages, 1, 1, page_bytes)
+    dtype = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}[element]
+    width = -(-run_bytes // element)
+    room = torch.from_numpy(rng.integers(0, 256, 6 * width * element + 64, dtype=np.uint8))
+    start = (-room.data_ptr()) % 16 + offsets[0] // element * element
+    inner = room[start : start + 6 * width * element].view(dtype).view(1, 2, 3, 1, 1, width)
+    pool = PoolLayout.reference(inner)
+    form = BlockFormat("LKTHD", "planes" if planes else "plain")
+    block_bytes = form.block_bytes(pool, 2)
+    slot_room = rng.integers(0, 256, block_bytes + 64, dtype=np.uint8)
+    slot_start = (-slot_room.ctypes.data) % 16 + offsets[1]
+    slot = slot_room[slot_start : slot_start + block_bytes]
+    expected_slot, expected_room = slot_room.copy(), room.clone()
+    their_slot = memoryview(expected_slot)[slot_start : slot_start + block_bytes]
+    their_pool = PoolLayout.reference(
+        expected_room[start : start + 6 * width * element].view(dtype).view(inner.shape)
+    )
     copy = reference.gather if into_slots else reference.scatter
-    copy(as_pool, pages.tolist(), [memoryview(slot) for slot in inner[1:]])
+    copy(their_pool, [[2, 0]], [their_slot], form)
+    plan = Plans(pool, form).of(2)
+    shim.run(plan, dtype, np.array([[2, 0]]), [slot], into_slots=into_slots)
+    assert (slot_room == expected_slot).all()
+    assert torch.equal(room, expected_room)
 
-    grid, block = launch_shape(blocks * pages_per_block * rows)
-    grid_x, block_x, block_y = shape or (grid[0], block[0], block[1])
-    addresses = np.array([slot.bytes.ctypes.data for slot in slots], dtype=np.uint64)
-    sizes = (blocks, pages_per_block, rows, num_pages, page_bytes)
-    where = (pool.bytes.ctypes.data, addresses.ctypes.data, pages.ctypes.data)
-    misaligned = launch(int(into_slots), grid_x, block_x, block_y, *where, *sizes)
-    assert misaligned == 0
-    for buffer, expected in zip((pool, *slots), rooms, strict=True):
-        assert (buffer.room == expected).all()
+
+def test_one_layer_touches_that_layer_only(shim: Shim) -> None:
+    rng = np.random.default_rng(3)
+    fill = rng.integers(0, 256, 4096, dtype=np.uint8)
+    pool = make_pool("vllm split BLNHC", Sizes(3, 4, 2, 2, 8), torch.bfloat16, fill)
+    form = BlockFormat("LKTHD")
+    slot = rng.integers(0, 256, form.block_bytes(pool, 1), dtype=np.uint8)
+    whole = clone(pool)
+    reference.scatter(whole, [[2]], [memoryview(slot)], form)
+    before = [sheet.clone() for sheet in pool.sheets]
+    plans = Plans(pool, form)
+    shim.run(plans.of(1, 1), pool.dtype, np.array([[2]]), [slot], into_slots=False)
+    for number, sheet in enumerate(pool.sheets):
+        wanted = whole.sheets[number] if number // 2 == 1 else before[number]
+        assert torch.equal(
+            sheet.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)
+        )
 
 
 def test_launches_are_bounded_and_cover_small_work() -> None:
-    assert launch_shape(1) == ((1, 1, 1), (32, 8, 1))
+    assert launch_shape(1) == ((1, 1, 1), (LANES, 8, 1))
     assert launch_shape(10**9)[0][0] <= 128
+    with pytest.raises(AssertionError, match="runs in one launch"):
+        launch_shape(2**31)
