@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,6 +17,8 @@ from typing import TypeVar
 from kvstore import codecs, frame
 from kvstore.blocks import DTYPE_BYTES, Key
 from kvstore.codecs.base import Codec
+from kvstore.codecs.chooser import IDENTITY as IDENTITY
+from kvstore.codecs.chooser import Cost
 from kvstore.errors import FrameInvalid, TierError, TierUnavailable
 from kvstore.frame import FrameHeader
 from kvstore.tiers.base import PAGE_BYTES, Judgement, Tier
@@ -25,8 +28,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-IDENTITY = "identity"
-
 _checking: set[tuple[int, Key]] = set()
 """(id of a tier, key) of each block that somebody reads again before deleting it."""
 _checking_lock = threading.Lock()
@@ -34,11 +35,12 @@ _checking_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How one move ended, and the bytes that crossed to or from the tier."""
+    """How one move ended, the bytes that crossed to or from the tier, and what that has cost."""
 
     landing: Landing
     stored_bytes: int = 0
     reason: str = ""
+    cost: Cost | None = None
 
 
 class Staging:
@@ -70,9 +72,12 @@ def read_block(
 
     def fetch() -> Moved:
         target = slot if direct else staging.payload
+        began_s = time.perf_counter()
         length = tier.read(key, staging.header, target)
         if length == 0:
             return Moved(Landing.MISSING, reason="missing")
+        tier_s = time.perf_counter() - began_s
+        began_cpu_s = time.thread_time()
         header = frame.parse_header(staging.header, key)
         if header.raw_bytes != nbytes:
             raise FrameInvalid(f"a block of {header.raw_bytes} bytes where {nbytes} are right")
@@ -80,7 +85,10 @@ def read_block(
             staging.payload[:length] = target[:length]
             target = staging.payload
         unpack_block(header, target[:length], slot)
-        return Moved(Landing.ARRIVED, length + PAGE_BYTES)
+        codec_s = time.thread_time() - began_cpu_s
+        move_s = time.perf_counter() - began_s
+        cost = Cost(header.codec, nbytes, length, tier_s, codec_s, move_s)
+        return Moved(Landing.ARRIVED, length + PAGE_BYTES, cost=cost)
 
     try:
         return _whole(tier, key, fetch)
@@ -191,9 +199,16 @@ def write_block(
     try:
         if tier.local_index and tier.contains([key])[0]:
             return Moved(Landing.ARRIVED)
+        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
         payload = pack_block(key, nbytes, slot, codec, staging)
+        codec_s = time.thread_time() - began_cpu_s
+        tier_began_s = time.perf_counter()
         tier.write(key, staging.header, payload)
-        return Moved(Landing.ARRIVED, len(payload) + PAGE_BYTES)
+        ended_s = time.perf_counter()
+        cost = Cost(
+            codec.name, nbytes, len(payload), ended_s - tier_began_s, codec_s, ended_s - began_s
+        )
+        return Moved(Landing.ARRIVED, len(payload) + PAGE_BYTES, cost=cost)
     except Exception as error:
         return Moved(Landing.UNAVAILABLE, reason=_reason(tier, error))
 

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvstore import codecs, frame, movers
+from kvstore import frame
 from kvstore.blocks import Key, Namespace
 from kvstore.care import Ageing, Pinned, Warmer, pin_run
-from kvstore.codecs.base import Codec
+from kvstore.codecs.chooser import Chooser
 from kvstore.errors import ConfigError, StoreClosed
 from kvstore.finder import L2, Finder
 from kvstore.frame_door import FrameDoor
@@ -84,7 +85,7 @@ class Store:
     """See the module's text.
 
     tiers: fastest first; the store owns and closes them.
-    codecs: tier name to kind of codec ("auto" where not named).
+    codecs: tier name to kind of codec ("auto" where not named; see `codecs.chooser`).
     budgets: what tenants, pins, queues and age may take; see `Budgets`.
     own_slab: close the slab with the store.
 
@@ -111,8 +112,8 @@ class Store:
         self.slab = slab
         self._own_slab = own_slab
         self._tiers = list(tiers)
-        self._kinds = {name: (codecs or {}).get(name, "auto") for name in names}
-        self._codecs: dict[tuple[str, str], Codec] = {}
+        cores = len(os.sched_getaffinity(0))
+        choosers = [Chooser((codecs or {}).get(name, "auto"), cores=cores) for name in names]
         self._namespaces: dict[str, Namespace] = {}
         self._clients = itertools.count(WORKERS + 1)
         self._sessions: dict[int, Session] = {}
@@ -128,22 +129,20 @@ class Store:
             quotas={name: n // slab.slot_bytes for name, n in budgets.quotas.items()},
             pins_max=min(int(slab.slots * budgets.pin_share), slab.slots - needs.total),
         )
-        for kind in self._kinds.values():
-            _codec_for(kind, "bfloat16")
         self._workers = [
             TierWorkers(
                 tier,
                 slab,
                 queue_blocks=budgets.queue_blocks,
                 queue_s=budgets.queue_s.get(tier.name, 0.0),
-                direct=self._kinds[tier.name] == movers.IDENTITY,
-                codec_of=lambda key, name=tier.name: self._codec_of(name, key),  # type: ignore[misc]
+                chooser=chooser,
+                dtype_of=self._dtype_of,
                 take_off=self.brain.take_off,
                 begin=self.brain.begin,
                 landed=self._landed,
                 written=self._written,
             )
-            for tier in self._tiers
+            for tier, chooser in zip(self._tiers, choosers, strict=True)
         ]
         self.finder = Finder(self.brain, self._workers)
         self.frames = FrameDoor(
@@ -375,19 +374,10 @@ class Store:
         else:
             self.brain.spilled(spill, Spilled.FAILED)
 
-    def _codec_of(self, tier: str, key: Key) -> Codec:
-        """The codec of a tier for the dtype of a key's namespace; identity where unknown."""
+    def _dtype_of(self, key: Key) -> str:
+        """The dtype of a key's namespace; "" where no session has told of it."""
         namespace = self._namespaces.get(key.namespace)
-        dtype = namespace.dtype if namespace is not None else ""
-        codec = self._codecs.get((tier, dtype))
-        if codec is None:
-            kind = self._kinds[tier] if dtype else movers.IDENTITY
-            codec = self._codecs[(tier, dtype)] = _codec_for(kind, dtype or "int8")
-        return codec
-
-
-def _codec_for(kind: str, dtype: str) -> Codec:
-    return codecs.codec_for(kind, dtype)
+        return "" if namespace is None else namespace.dtype
 
 
 def _check_slots(slab: Slab, tiers: Sequence[Tier]) -> SlotNeeds:

@@ -15,9 +15,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from kvstore import movers
+from kvstore import codecs, movers
 from kvstore.blocks import Key
 from kvstore.codecs.base import Codec
+from kvstore.codecs.chooser import IDENTITY, Chooser
 from kvstore.errors import TierError
 from kvstore.leases import Slab
 from kvstore.movers import Moved, Staging
@@ -45,7 +46,8 @@ class TierWorkers:
     """Reads, writes and probes of one tier.
 
     landed, written: called from a worker when a flight or spill ended.
-    codec_of: the codec for a key's namespace on this tier.
+    chooser: gives each block its codec. dtype_of: of a key's namespace; "" where it is not known,
+    and the block is kept as it is.
     take_off, begin: whether a flight, a spill is still wanted.
     """
 
@@ -56,8 +58,8 @@ class TierWorkers:
         *,
         queue_blocks: int,
         queue_s: float = 0.0,
-        direct: bool,
-        codec_of: Callable[[Key], Codec],
+        chooser: Chooser,
+        dtype_of: Callable[[Key], str],
         take_off: Callable[[Flight], bool],
         begin: Callable[[Spill], bool],
         landed: Callable[[Flight, Moved], None],
@@ -66,8 +68,8 @@ class TierWorkers:
         self.tier = tier
         self.counts: Counter[str] = Counter()
         self._slab = slab
-        self._direct = direct
-        self._codec_of = codec_of
+        self._chooser = chooser
+        self._dtype_of = dtype_of
         self._take_off = take_off
         self._begin = begin
         self._landed = landed
@@ -151,7 +153,8 @@ class TierWorkers:
                 "running_writes": self._busy["writes"],
                 "write_rate": round(self._writes.bytes_per_s),
             }
-        return {**queues, **{name: self.counts[name] for name in COUNTERS}}
+        counts = {name: self.counts[name] for name in COUNTERS}
+        return {**queues, **counts, "codec": self._chooser.stats()}
 
     def close(self, deadline_s: float) -> bool:
         """End the threads; what is queued is not done. False when some still hang in the tier."""
@@ -234,32 +237,53 @@ class TierWorkers:
         if not self._take_off(flight):
             return
         slot = self._slab.view(flight.slot)
+        digest, before = flight.key.namespace, self._busy["reads"]
         moved = movers.read_block(
-            self.tier, flight.key, flight.nbytes, slot, staging, direct=self._direct
+            self.tier,
+            flight.key,
+            flight.nbytes,
+            slot,
+            staging,
+            direct=self._chooser.keeps_raw(digest),
         )
         self._count("read", moved)
+        if moved.cost is not None:
+            self._chooser.read(digest, moved.cost, (before + self._busy["reads"]) / 2)
         self._landed(flight, moved)
 
     def _write(self, spill: Spill, staging: Staging) -> None:
         if not self._begin(spill):
             return
         moved = Moved(Landing.UNAVAILABLE, reason="a fault of ours")
-        started_s = time.monotonic()
+        started_s, before = time.monotonic(), self._busy["writes"]
         try:
             moved = movers.write_block(
                 self.tier,
                 spill.key,
                 spill.nbytes,
                 self._slab.view(spill.slot),
-                self._codec_of(spill.key),
+                self._codec_of(spill),
                 staging,
             )
             self._count("write", moved)
+            if moved.cost is not None:
+                sharing = (before + self._busy["writes"]) / 2
+                self._chooser.wrote(spill.key.namespace, moved.cost, sharing)
             if moved.stored_bytes:
                 with self._moved:
                     self._writes.wrote(spill.nbytes, time.monotonic() - started_s)
         finally:
             self._written(spill, moved)
+
+    def _codec_of(self, spill: Spill) -> Codec:
+        dtype = self._dtype_of(spill.key)
+        if not dtype:
+            return codecs.open(IDENTITY)
+        with self._moved:
+            crowded = self._writes.crowded
+        return self._chooser.next(
+            spill.key.namespace, dtype, raw_bytes=spill.nbytes, crowded=crowded
+        )
 
     def _count(self, direction: str, moved: Moved) -> None:
         """Count one move; the first fault in a row is a warning, the rest are details."""

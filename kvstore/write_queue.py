@@ -14,6 +14,8 @@ from kvstore.tiers.plans import Spill
 
 SMOOTHING: Final = 0.2
 """Weight of the newest write in the measured rate."""
+CROWDED: Final = 0.75
+"""Part of a bound from which on writes do not keep up."""
 
 
 class Flush:
@@ -74,6 +76,13 @@ class WriteQueue:
         self._jobs.clear()
         self._bytes = 0
         return jobs
+
+    @property
+    def crowded(self) -> bool:
+        """Whether writes do not keep up: more will soon be dropped."""
+        most = self._bytes_most()
+        full = most is not None and self._bytes > CROWDED * most
+        return full or len(self._jobs) > CROWDED * self._blocks
 
     def room(self) -> int:
         """Spills that it would take now, were they of the largest block seen."""

@@ -1,4 +1,5 @@
 """Codecs: how a block is stored. One file per kind; its module offers `Config` and `open(config)`.
+`base` is their contract, `chooser` picks one for each block.
 
 A kind's name is its file's name ("zstd_planes.py" is "zstd-planes"); no table lists them. A
 codec's full name adds the parameter that decoding needs: "zstd-planes/2".
@@ -17,8 +18,10 @@ from kvstore.codecs.base import Codec
 from kvstore.errors import ConfigError, FrameInvalid
 
 AUTO = "auto"
-"""The kind that means: what usually pays for this dtype."""
+"""The kind that means: what usually pays for this dtype, then what `chooser` finds."""
 AUTO_KIND = "zstd-planes"
+NO_KINDS = ("base", "chooser")
+"""Modules here that are no codecs."""
 
 MAX_OPEN_CODECS = 64
 """Codecs kept for the next frame of the same name."""
@@ -41,7 +44,7 @@ class _Module(Protocol):
 def kinds() -> list[str]:
     """Names of all kinds of codec, in order."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted(name.replace("_", "-") for name in names if name != "base")
+    return sorted(name.replace("_", "-") for name in names if name not in NO_KINDS)
 
 
 @functools.lru_cache(maxsize=MAX_OPEN_CODECS)

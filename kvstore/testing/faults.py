@@ -31,7 +31,7 @@ class Fault(enum.Enum):
     TRUNCATED = "truncated"
     """The second half of the payload is missing (reads: shorter; writes: zeros are stored)."""
     CORRUPTED = "corrupted"
-    """One bit in the middle of the payload is flipped."""
+    """One bit of the payload is flipped: of its first byte, which is never padding."""
     FULL = "full"
     """Writes raise TierFull; other verbs are not touched."""
 
@@ -145,7 +145,7 @@ class FaultyTier(Wrapper):
 def _damage(payload: memoryview, length: int, fault: Fault) -> int:
     """Spoil the first `length` bytes of a payload; how many are still claimed."""
     if fault is Fault.CORRUPTED:
-        payload[length // 2] ^= 0x10
+        payload[0] ^= 0x10
         return length
     kept = length // 2 // HEADER_BYTES * HEADER_BYTES
     payload[kept:length] = bytes(length - kept)

@@ -40,6 +40,13 @@ class TestZstdPlanes4(CodecSuite):
         return codecs.open("zstd-planes/4")
 
 
+class TestZstd(CodecSuite):
+    largest = 1_200_000
+
+    def codec(self) -> Codec:
+        return codecs.open("zstd")
+
+
 def kv_like(elements: int, seed: int = 0) -> np.ndarray:
     """float32 values spread as KV is: normal, of another width in each channel."""
     rng = np.random.default_rng(seed)
@@ -74,10 +81,10 @@ def test_kv_shrinks_and_comes_back(dtype: str, least: float) -> None:
     assert back == block
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_noise_is_bypassed(size: int) -> None:
+@pytest.mark.parametrize("name", ["zstd", "zstd-planes/1", "zstd-planes/2", "zstd-planes/4"])
+def test_noise_is_bypassed(name: str) -> None:
     noise = np.random.default_rng(0).bytes(600_000)
-    assert encoded(codecs.open(f"zstd-planes/{size}"), memoryview(noise)) == b""
+    assert encoded(codecs.open(name), memoryview(noise)) == b""
 
 
 def test_a_zstd_bomb_is_refused() -> None:
@@ -96,8 +103,31 @@ def test_a_zstd_bomb_is_refused() -> None:
         codec.decode(memoryview(forged), memoryview(bytearray(2000)))
 
 
-def test_threads_share_a_codec() -> None:
-    codec = codecs.open("zstd-planes/2")
+def test_what_is_not_one_whole_zstd_frame_is_refused() -> None:
+    """More or fewer bytes than the head says, a second frame, junk behind it, another head."""
+    codec = codecs.open("zstd")
+    stored = encoded(codec, memoryview(bytes(100_000)))
+    body = stored[8:]
+    back = memoryview(bytearray(200_000))
+    assert codec.decode(memoryview(stored), back) == 100_000
+    for forged in (
+        (99_999).to_bytes(8, "little") + body,
+        (100_001).to_bytes(8, "little") + body,
+        (200_000).to_bytes(8, "little") + body + body,
+        stored + body,
+        stored + b"junk",
+        stored[:-1],
+        stored[:8],
+        stored[:7],
+        (1 << 63).to_bytes(8, "little") + body,
+    ):
+        with pytest.raises(FrameInvalid):
+            codec.decode(memoryview(forged), back)
+
+
+@pytest.mark.parametrize("name", ["zstd", "zstd-planes/2"])
+def test_threads_share_a_codec(name: str) -> None:
+    codec = codecs.open(name)
     blocks = [bf16(kv_like(SLICE_ELEMENTS + 64 * n, seed=n)) for n in range(4)]
     start = threading.Barrier(4)
 
@@ -119,6 +149,7 @@ def test_names_say_all_that_decoding_needs() -> None:
     assert codecs.codec_for("auto", "bfloat16").name == "zstd-planes/2"
     assert codecs.codec_for("auto", "float32").name == "zstd-planes/4"
     assert codecs.codec_for("zstd-planes", "fp8_e4m3").name == "zstd-planes/1"
+    assert codecs.codec_for("zstd", "int8").name == "zstd"
     assert codecs.codec_for("identity", "float16").name == "identity"
     block = bf16(kv_like(6400))
     stored = encoded(codecs.codec_for("auto", "bfloat16"), block)
@@ -129,7 +160,16 @@ def test_names_say_all_that_decoding_needs() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "base", "zstd", "zstd-planes", "zstd-planes/3", "zstd-planes/02", "zstd_planes/2"]
+    [
+        "",
+        "base",
+        "chooser",
+        "zstd/1",
+        "zstd-planes",
+        "zstd-planes/3",
+        "zstd-planes/02",
+        "zstd_planes/2",
+    ]
     + ["identity/1", "os", "../identity", "auto", "zstd-planes/2/2"],
 )
 def test_a_name_from_a_frame_that_is_none_of_ours_is_frame_invalid(name: str) -> None:
