@@ -72,6 +72,13 @@ def _show(numbers: dict[str, Any]) -> None:
         )
     console = Console()
     console.print(table)
+    for name, tier in numbers["tiers"].items():
+        for digest, codec in tier.get("codec", {}).items():
+            console.print(
+                f"  {name}, namespace {digest}: {codec['name']}, {codec['ratio']:.2f} times "
+                f"smaller, {_rate(codec['encode_rate'])} encoded, {_rate(codec['decode_rate'])} "
+                f"decoded; the tier reads {_rate(codec['read_rate'])}"
+            )
     clients = numbers.get("service", {}).get("clients", {})
     console.print(
         f"{l2['slots_free']} slots free, {l2['slots_filling']} filling, "
@@ -83,3 +90,7 @@ def _show(numbers: dict[str, Any]) -> None:
         )
     for number, client in clients.items():
         console.print(f"  client {number}: {client['about']}, {client['tickets']} tickets")
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:,.0f} MB/s" if bytes_per_s else "as yet unmeasured"

@@ -148,6 +148,24 @@ TIER_METRICS: Final = (
     ("kvstore_tier_late", COUNTER, "Calls that ended past their deadline.", "", {"": "late"}),
 )
 
+CODEC_METRICS: Final = (
+    (
+        "kvstore_codec_ratio",
+        GAUGE,
+        "Raw over stored bytes with the codec in use, by tier and namespace.",
+        "",
+        {"": "ratio"},
+    ),
+    (
+        "kvstore_codec_bytes_per_second",
+        GAUGE,
+        "Raw bytes that a CPU second encodes or decodes (checksums and all).",
+        "direction",
+        {"encode": "encode_rate", "decode": "decode_rate"},
+    ),
+    ("kvstore_codec_changes", COUNTER, "Times another codec was chosen.", "", {"": "changed"}),
+)
+
 SERVICE_METRICS: Final = (
     ("kvstore_connections", COUNTER, "Clients welcomed.", "", {"": "connections"}),
     ("kvstore_connections_refused", COUNTER, "Clients turned away.", "", {"": "refused"}),
@@ -186,6 +204,12 @@ class StoreCollector(Collector):
             for name, tier in stats["tiers"].items()
         ]
         yield from _families(TIER_METRICS, tiers)
+        choices = [
+            ({"tier": name, "namespace": digest, "codec": choice["name"]}, choice)
+            for name, tier in stats["tiers"].items()
+            for digest, choice in tier.get("codec", {}).items()
+        ]
+        yield from _families(CODEC_METRICS, choices)
         hits = CounterMetricFamily(
             "kvstore_hit_blocks", "Blocks served, by the tier they came from.", labels=["tier"]
         )

@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sidecar_rig import NAMESPACE, SLOT_BYTES, ForkedSidecar, disk, hashes_of, put, run_command
+from sidecar_rig import (
+    NAMESPACE,
+    SLOT_BYTES,
+    ForkedSidecar,
+    disk,
+    hashes_of,
+    put,
+    run_command,
+    wait_until,
+)
 
 from kvstore.client import Client
 from kvstore.testing.processes import ProcessFailed, Sidecar, free_port
@@ -105,7 +114,9 @@ def test_stats(tmp_path: Path, running: ForkedSidecar) -> None:
             assert numbers["l2"]["slots_ready"] == 3
             [watched] = numbers["service"]["clients"].values()
             assert watched["about"].startswith("watched, pid")
+        wait_until(lambda: running.stats()["tiers"]["disk"]["writes"] == 3, "three writes")
         code, out, _ = run_command(tmp_path, "stats", "--socket", running.socket)
+        assert f"disk, namespace {NAMESPACE.digest[:8]}: zstd-planes/4," in " ".join(out.split())
         assert code == 0
         assert "watched" in out
         assert "disk" in out
