@@ -347,11 +347,12 @@ def test_metrics(sidecar: ForkedSidecar) -> None:
     assert samples["kvstore_spill_blocks_total", ("outcome", "written")] > 0
     [(digest, codec)] = numbers["tiers"]["disk"]["codec"].items()
     assert digest == NAMESPACE.digest[:8]
-    one = (("codec", codec["name"]), ("namespace", digest), on_disk)
-    assert samples["kvstore_codec_ratio", *one] == codec["ratio"] >= 1
-    encoded = samples["kvstore_codec_bytes_per_second", one[0], ("direction", "encode"), *one[1:]]
+    name, where = ("codec", codec["name"]), ("namespace", digest)
+    assert samples["kvstore_codec_ratio", name, where, on_disk] == codec["ratio"] >= 1
+    rate = "kvstore_codec_bytes_per_second"
+    encoded = samples[rate, name, ("direction", "encode"), where, on_disk]
     assert encoded == codec["encode_rate"] > 0
-    assert samples["kvstore_codec_changes_total", *one] == codec["changed"]
+    assert samples["kvstore_codec_changes_total", name, where, on_disk] == codec["changed"]
     assert samples["kvstore_sessions",] == 1
     assert samples["kvstore_verb_seconds_count",] > 0
     assert (
