@@ -1,4 +1,8 @@
-"""`kvstore verify DIR`: read and check every frame of a disk tier."""
+"""`kvstore verify DIR...`: read and check every frame of a disk tier.
+
+Exit code 0: every frame is whole. 1: some are not, or a segment file cannot be read at all. 2: a
+directory is no disk tier's, or a store has it open.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,15 @@ def register(app: typer.Typer) -> None:
 
 
 def verify_directory(
-    directory: Annotated[str, typer.Argument(help="The disk tier's directory.")],
+    directories: Annotated[
+        list[str], typer.Argument(metavar="DIR...", help="The disk tier's directories.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check every frame of a disk tier that no store has open; exit 1 if any is bad."""
+    """Check every frame of a disk tier that no store has open.
+
+    Exits with 0 when all are whole, 1 when any is bad, 2 when a directory cannot be checked.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
@@ -35,7 +44,7 @@ def verify_directory(
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("verify", total=None)
         report = verify(
-            directory, lambda done, total: bar.update(task, completed=done, total=total)
+            directories, lambda done, total: bar.update(task, completed=done, total=total)
         )
     if as_json:
         print(json.dumps(as_dict(report)))

@@ -28,6 +28,7 @@ from kvstore.frame import aligned_buffer
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import disk
 from kvstore.tiers.disk.files import Files
+from kvstore.tiers.disk.shared import Limits
 from kvstore.tiers.disk.verify import verify
 
 
@@ -223,7 +224,7 @@ def test_flush_says_when_the_disk_could_not(directory: Path, buffer: FrameBuffer
         tier.flush()
     assert held(tier, buffer, keys) == keys
     tier.close()
-    assert verify(str(directory)).segments_unsealed == 1
+    assert verify([str(directory)]).segments_unsealed == 1
     tier = open_disk(directory)
     assert held(tier, buffer, keys) == keys
     tier.flush()
@@ -248,13 +249,25 @@ def test_flush_is_right_again_when_the_segment_that_failed_is_gone(
 
 def test_a_failed_sync_at_sealing_is_told_by_flush(directory: Path, buffer: FrameBuffer) -> None:
     """Whoever syncs first is told of a failure, and nobody else."""
-    files = FaultyFiles()
+
+    class Telling(FaultyFiles):
+        failed = threading.Event()
+
+        def sync(self, fd: int) -> None:
+            try:
+                super().sync(fd)
+            except OSError:
+                self.failed.set()
+                raise
+
+    files = Telling()
     tier = open_disk(directory, files, segment=MIB)
     put(tier, buffer, range(1))
     tier.flush()
     files.failing = {"sync": errno.EIO}
     while len(segment_files(directory)) < 2:
         put(tier, buffer, range(int(tier.stats()["blocks"]), int(tier.stats()["blocks"]) + 1))
+    assert files.failed.wait(30)
     files.failing = {}
     with pytest.raises(TierUnavailable, match="could not sync"):
         tier.flush()
@@ -294,7 +307,7 @@ def test_a_segment_that_cannot_be_made_leaves_the_others_to_be_reclaimed(
     keys = put(tier, buffer, range(1000, 1030), 200_000)
     assert held(tier, buffer, keys[-8:]) == keys[-8:]
     tier.close()
-    assert verify(str(directory)).segments_unsealed == 0
+    assert verify([str(directory)]).segments_unsealed == 0
 
 
 def test_a_hung_write_keeps_the_directory_from_others(directory: Path, buffer: FrameBuffer) -> None:
@@ -310,7 +323,8 @@ def test_a_hung_write_keeps_the_directory_from_others(directory: Path, buffer: F
             super().write_at(fd, views, offset)
 
     files = Hung()
-    tier = disk.DiskTier(str(directory), 8 * MIB, MIB, files=files, close_wait_s=0.05)
+    limits = Limits(8 * MIB, MIB)
+    tier = disk.DiskTier([str(directory)], limits, files=files, close_wait_s=0.05)
     writer = threading.Thread(target=tier.write, args=buffer.fill(key_of(1), 20_000))
     writer.start()
     assert files.hanging.wait(30)

@@ -75,6 +75,19 @@ class Entries:
                 ordered.add(key, page, pages)
         return ordered
 
+    def before(self, end: int, *, without: Container[int] = ()) -> Entries:
+        """A copy of the blocks at pages before `end`, less those at the pages in `without`."""
+        kept = Entries()
+        kept.names = dict(self.names)
+        rows = zip(self.name_of, self.hashes, self.page_of, self.pages_of, strict=True)
+        for name, hash_, page, pages in rows:
+            if page < end and page not in without:
+                kept.name_of.append(name)
+                kept.hashes.append(hash_)
+                kept.page_of.append(page)
+                kept.pages_of.append(pages)
+        return kept
+
     def pack(self) -> bytes:
         """All columns as bytes, for `unpack`."""
         names = msgpack.packb(list(self.names))
@@ -156,14 +169,18 @@ class Index:
         self._count += key[2] not in places
         places[key[2]] = place
 
-    def put_many(self, name: Name, hashes: list[bytes], places: list[int]) -> None:
-        """`put` for many blocks of one tenant and namespace."""
+    def put_many(self, name: Name, hashes: list[bytes], places: list[int]) -> list[int]:
+        """`put` for many blocks of one tenant and namespace; the places that are theirs no more."""
         if not hashes:
-            return
+            return []
         known = self._names.setdefault(name, {})
+        old = []
+        if not known.keys().isdisjoint(hashes):
+            old = [known[hash_] for hash_ in hashes if hash_ in known]
         before = len(known)
         known.update(zip(hashes, places, strict=True))
         self._count += len(known) - before
+        return old
 
     def remove(self, key: Key, place: int) -> bool:
         """Forget the key if it still lies at `place`; whether it did."""
@@ -176,8 +193,31 @@ class Index:
         self._count -= 1
         return True
 
-    def items(self) -> Iterator[tuple[Key, int]]:
-        """(key, place) of every block."""
-        for (tenant, namespace), places in self._names.items():
-            for hash_, place in places.items():
-                yield Key(tenant, namespace, hash_), place
+    def live(self, entries: Entries, slot: int) -> list[tuple[Key, int]]:
+        """Those of a segment's entries that still lie there: key and pages of each, as written."""
+        names = [(name, self._names.get(name, {})) for name in entries.names]
+        found = []
+        rows = zip(
+            entries.name_of, entries.hashes, entries.places(slot), entries.pages_of, strict=True
+        )
+        for number, hash_, place, pages in rows:
+            (tenant, namespace), places = names[number]
+            if places.get(hash_) == place:
+                found.append((Key(tenant, namespace, hash_), pages))
+        return found
+
+    def remove_all(self, entries: Entries, slot: int) -> int:
+        """Forget those of a segment's entries that still lie there; how many did."""
+        names = [self._names.get(name, {}) for name in entries.names]
+        removed = 0
+        rows = zip(entries.name_of, entries.hashes, entries.places(slot), strict=True)
+        for number, hash_, place in rows:
+            places = names[number]
+            if places.get(hash_) == place:
+                del places[hash_]
+                removed += 1
+        for name in entries.names:
+            if not self._names.get(name, True):
+                del self._names[name]
+        self._count -= removed
+        return removed

@@ -1,10 +1,11 @@
-"""Every frame of a directory checked, without changing anything: `kvstore verify DIR`."""
+"""Every frame of some directories checked, without changing anything: `kvstore verify DIR...`."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvstore import codecs
@@ -20,7 +21,9 @@ from kvstore.frame import (
 )
 from kvstore.tiers.disk.directory import DirectoryLock, segment_paths
 from kvstore.tiers.disk.files import PAGE, Files
-from kvstore.tiers.disk.segment import Segment, SegmentInvalid
+from kvstore.tiers.disk.layout import SegmentInvalid
+from kvstore.tiers.disk.scan import header_at, scan
+from kvstore.tiers.disk.segment import Segment
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class BadFrame:
-    """segment: file name. offset_bytes: of the header page. block: its key, as text."""
+    """segment: path of the file. offset_bytes: of the header page. block: its key, as text."""
 
     segment: str
     offset_bytes: int
@@ -60,16 +63,19 @@ class VerifyReport:
         return not self.bad_count and not self.segments_bad
 
 
-def verify(directory: str, progress: Progress = lambda done, total: None) -> VerifyReport:
-    """Read, checksum and decode every frame. No store may have the directory open.
+def verify(
+    directories: Sequence[str], progress: Progress = lambda done, total: None
+) -> VerifyReport:
+    """Read, checksum and decode every frame. No store may have a directory open.
 
-    Raises ConfigError when it is no directory of a disk tier, or is in use.
+    Raises ConfigError when one is no directory of a disk tier, or is in use.
     """
-    lock = DirectoryLock(directory, create=False)
-    try:
-        return _Check(progress).run(segment_paths(directory))
-    finally:
-        lock.release()
+    with ExitStack() as locks:
+        for directory in directories:
+            lock = DirectoryLock(directory, create=False)
+            locks.callback(lock.release)
+        paths = [path for directory in directories for path in segment_paths(directory)]
+        return _Check(progress).run(paths)
 
 
 class _Check:
@@ -106,7 +112,7 @@ class _Check:
         """Check one segment; yields how many of its bytes are done."""
         if not segment.load_footer(self._files):
             self._report.segments_unsealed += 1
-            for found in segment.scan(self._files):
+            for found in scan(self._files, segment):
                 self._note(segment, found.page, found.pages, found.header.key, found.fault)
                 yield (found.page + found.pages) * PAGE
             return
@@ -123,7 +129,7 @@ class _Check:
         try:
             if self._files.read_at(segment.fd, [frame], page * PAGE) < len(frame):
                 return "the file ends inside it"
-            if segment.header_at(frame[:PAGE], page) is None:
+            if header_at(segment, frame[:PAGE], page) is None:
                 return "its header is damaged"
             header = parse_header(frame, key)
             verify_stored(header, frame[PAGE:])
@@ -152,5 +158,4 @@ class _Check:
         self._report.bad_count += 1
         if len(self._report.bad) < MAX_REPORTED:
             block = f"{key.tenant}/{key.namespace}/{key.hash.hex()}"
-            name = os.path.basename(segment.path)
-            self._report.bad.append(BadFrame(name, page * PAGE, block, fault))
+            self._report.bad.append(BadFrame(segment.path, page * PAGE, block, fault))
