@@ -1,0 +1,58 @@
+"""What the scheduler's side tells the workers each step, and what they tell back.
+
+The scheduler decides, in its process; each worker has a connection of its own to the store and
+asks it by hash. No slot, lease or address crosses between the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Blocks:
+    """Blocks of one request: the store's hash and the engine's block id of each.
+
+    left_ms: what is left of the request's deadline; of loads only.
+    """
+
+    request_id: str
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    left_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert len(self.hashes) == len(self.block_ids), "a block id for each hash"
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step of the engine.
+
+    loads: to bring in now. saves: full when this step's computation has ended.
+    preempted: requests whose blocks may be overwritten by this very step.
+    finishing: requests that have ended, whose blocks wait for their saves to end.
+    idle: nothing is computed in this step, so a worker may wait a moment.
+    """
+
+    loads: list[Blocks] = field(default_factory=list)
+    saves: list[Blocks] = field(default_factory=list)
+    preempted: frozenset[str] = frozenset()
+    finishing: frozenset[str] = frozenset()
+    idle: bool = False
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What became of earlier plans.
+
+    recved: requests whose load has ended. sent: those of `finishing` whose saves have ended.
+    bad_blocks: engine's ids of blocks that a load did not fill.
+    failed: requests of `recved` that lack a block. stored: hashes the store took.
+    """
+
+    recved: set[str] = field(default_factory=set)
+    sent: set[str] = field(default_factory=set)
+    bad_blocks: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    stored: list[bytes] = field(default_factory=list)

@@ -1,0 +1,230 @@
+"""The scheduler's side: what is held of a prompt, when to load it, which blocks to save.
+
+It runs inside vLLM's scheduler and never waits. A waiting request's run is brought into L2 under
+lease by `Attempts` (the policy and the deadline live there); once vLLM has given it blocks, the
+workers load those by their own connections, and the lease here ends when they have. So nothing is
+evicted between the two, and a worker or a scheduler that dies takes only its own leases along.
+
+Requests are vLLM's, of which a few attributes are read; there is no vLLM in here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol
+
+from kvstore.connectors.attempts import ROUND_TRIP_MS, Attempts
+from kvstore.connectors.base import GuardedStore
+from kvstore.connectors.vllm.plans import Blocks, StepPlan
+from kvstore.tiers.policies.prefetch import PrefetchPolicy
+from kvstore.verbs import Answer, BlockStore, Load
+
+EVENTS_MAX: Final = 4096
+"""Stored hashes kept until vLLM takes them as events; further ones are not told."""
+
+
+class Request(Protocol):
+    """What is read of vLLM's request."""
+
+    request_id: str
+    num_tokens: int
+    block_hashes: Sequence[bytes]
+    skip_reading_prefix_cache: bool
+
+
+class SchedulerSide:
+    """One engine's. Every call comes from the scheduler's thread.
+
+    store: bound to the namespace of the ranks (`ranks.RankStores` of several). Not closed here.
+    hashes_per_block: vLLM's hashes within one block; the last of them names it.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        *,
+        policy: PrefetchPolicy,
+        deadline_ms: float,
+        min_load_tokens: int,
+        hashes_per_block: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._block_tokens = store.namespace.block_tokens
+        self._hashes_per_block = hashes_per_block
+        self._deadline_ms = deadline_ms
+        self._clock = clock
+        self._store = GuardedStore(store)
+        self._attempts = Attempts(
+            self._store,
+            policy=policy,
+            deadline_ms=deadline_ms,
+            min_load_tokens=min_load_tokens,
+            clock=clock,
+        )
+        self._requests: dict[str, Request] = {}
+        self._asked_s: dict[str, float] = {}
+        self._first_block: dict[str, int] = {}
+        self._offered: dict[str, int] = {}
+        self._held: dict[str, Load] = {}
+        self._failed: set[str] = set()
+        self._plan = StepPlan()
+        self._finishing: set[str] = set()
+        self._counts: Counter[str] = Counter()
+
+    # Matching.
+
+    def match(self, request: Request, computed_tokens: int) -> int | None:
+        """Tokens that can be loaded past vLLM's own hit; None: ask again next step.
+
+        computed_tokens: whole blocks that vLLM has itself. The last token is always computed.
+        """
+        request_id = request.request_id
+        if request.skip_reading_prefix_cache or request_id in self._failed:
+            return 0
+        assert request_id not in self._held, "a match while a load is under way"
+        hashes = self._hashes(request, (request.num_tokens - 1) // self._block_tokens)
+        first = computed_tokens // self._block_tokens
+        self._asked_s.setdefault(request_id, self._clock())
+        self._first_block[request_id] = first
+        found = self._attempts.match(request_id, hashes, first, can_start=True)
+        if found.answer is Answer.PENDING:
+            return None
+        return found.blocks * self._block_tokens if found.answer is Answer.HIT else 0
+
+    def allocated(
+        self, request: Request, block_ids: Sequence[int], external_tokens: int
+    ) -> dict[str, int]:
+        """vLLM has given the request blocks, of which the last `external_tokens` of its hit are to
+        be loaded. Returns the tokens by the tier that holds them."""
+        request_id = request.request_id
+        self._requests[request_id] = request
+        if not external_tokens:
+            self._attempts.abort(request_id)
+            return {}
+        blocks = external_tokens // self._block_tokens
+        assert blocks * self._block_tokens == external_tokens, "whole blocks are loaded"
+        first = self._first_block[request_id]
+        ticket = self._held[request_id] = self._attempts.take(request_id, blocks)
+        waited_ms = (self._clock() - self._asked_s.pop(request_id)) * 1e3
+        plan = Blocks(
+            request_id,
+            ticket.hashes[:blocks],
+            tuple(block_ids[first : first + blocks]),
+            max(ROUND_TRIP_MS, self._deadline_ms - waited_ms),
+        )
+        self._plan.loads.append(plan)
+        tiers = Counter(ticket.tiers[:blocks])
+        return {tier: count * self._block_tokens for tier, count in tiers.items()}
+
+    # Saving.
+
+    def plan(
+        self,
+        scheduled: Iterable[tuple[str, int]],
+        block_ids: Callable[[str], Sequence[int]],
+        preempted: Iterable[str],
+    ) -> StepPlan:
+        """This step's plan.
+
+        scheduled: request and the tokens that it has computed once this step has ended.
+        block_ids: the engine's block table of a request.
+        preempted: requests that lost their blocks since the last plan.
+        """
+        self._store.poll(0.0)
+        plan, self._plan = self._plan, StepPlan()
+        plan.preempted = frozenset(preempted)
+        for request_id in plan.preempted:
+            # What it offered may have been given up; it offers again when it runs again.
+            self._offered.pop(request_id, None)
+        plan.idle = True
+        for request_id, tokens in scheduled:
+            plan.idle = False
+            self._offer(plan, request_id, tokens, block_ids)
+        plan.finishing = frozenset(self._finishing)
+        self._finishing.clear()
+        return plan
+
+    def _offer(
+        self,
+        plan: StepPlan,
+        request_id: str,
+        tokens: int,
+        block_ids: Callable[[str], Sequence[int]],
+    ) -> None:
+        """Blocks that are full by the end of this step. All of a request's are offered once,
+        loaded ones too: the store drops what it holds, and takes what it has lost."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        known = len(request.block_hashes) // self._hashes_per_block
+        full = min(tokens // self._block_tokens, known)
+        start = self._offered.get(request_id, 0)
+        if full <= start:
+            return
+        hashes = self._hashes(request, full)[start:]
+        ids = tuple(block_ids(request_id)[start:full])
+        if len(ids) < len(hashes):
+            return  # a step that is not computed yet by the time its blocks are asked for
+        self._offered[request_id] = full
+        plan.saves.append(Blocks(request_id, hashes, ids))
+
+    # Ends.
+
+    def finished(self, request: Request) -> bool:
+        """The request is over, or given up. True: its blocks must stay until a worker has reported
+        its saves as ended. A load under way keeps them in any case, and is reported itself."""
+        request_id = request.request_id
+        self._attempts.abort(request_id)
+        self._failed.discard(request_id)
+        offered = self._offered.pop(request_id, 0)
+        for known in (self._requests, self._asked_s, self._first_block):
+            known.pop(request_id, None)
+        if request_id in self._held or not offered:
+            return False
+        self._finishing.add(request_id)
+        return True
+
+    def heard(self, recved: Iterable[str], failed: Iterable[str]) -> None:
+        """Loads have ended in every worker; those of `failed` lack a block somewhere."""
+        for request_id in failed:
+            self._counts["loads_failed"] += 1
+            if request_id in self._requests:
+                # vLLM asks anew for what is missing; it shall be computed, not tried for ever.
+                self._failed.add(request_id)
+        for request_id in recved:
+            ticket = self._held.pop(request_id, None)
+            if ticket is not None:
+                self._store.release(ticket)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start, and what is held now."""
+        return {
+            **self._attempts.counts,
+            **self._counts,
+            "store_faults": self._store.faults,
+            "store_connected": self._store.store.slab is not None,
+            "requests_waiting": len(self._attempts),
+            "loads_under_way": len(self._held),
+            "requests_known": len(self._requests),
+        }
+
+    def counts(self) -> dict[str, int]:
+        """The growing ones of `stats`."""
+        return {**self._attempts.counts, **self._counts}
+
+    def close(self) -> None:
+        """Hand back every lease; the store stays open."""
+        self._attempts.close()
+        for ticket in self._held.values():
+            self._store.release(ticket)
+        self._held.clear()
+
+    def _hashes(self, request: Request, blocks: int) -> tuple[bytes, ...]:
+        """Names of the first blocks of a request, at most those that have one."""
+        per = self._hashes_per_block
+        names = request.block_hashes[: blocks * per]
+        if per == 1:
+            return tuple(names)
+        return tuple(names[per - 1 :: per])

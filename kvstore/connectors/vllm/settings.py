@@ -1,0 +1,68 @@
+"""What a user may say in vLLM's configuration, and which vLLM this is made for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from pydantic import Field
+
+from kvstore.config import Milliseconds, PrefetchSettings, Section, ServerSettings, validated
+from kvstore.errors import ConfigError
+from kvstore.tiers.policies.prefetch import PrefetchPolicy, prefetch_policy
+
+SUPPORTED: Final = ((0, 32),)
+"""Releases (major, minor) that every claim here was tried with."""
+
+
+class StoreSettings(Section):
+    """Where the store is, and what it shall call this model."""
+
+    socket: str = ServerSettings().socket
+    """Unix socket of the node's sidecar."""
+    token: str = Field(default="", repr=False)
+    """Names the tenant, where the sidecar asks for one."""
+    wait_ready_ms: Milliseconds = Field(default=0.0, ge=0)
+    """How long the engine's start waits for a sidecar that is not there yet."""
+    embedded: Mapping[str, Any] | None = None
+    """A store inside the engine's process instead: arguments of `kvstore.open`."""
+    model: str = ""
+    """The model's id; "": vLLM's. Engines that share blocks must agree on it."""
+    revision: str = ""
+    """Of its weights; "": the commit of the hub, or a fingerprint of the files."""
+
+
+class ConnectorSettings(StoreSettings):
+    """`kv_connector_extra_config` of the connector."""
+
+    prefetch: PrefetchSettings = PrefetchSettings()
+    """How long a request may wait for blocks from below L2."""
+
+    def policy(self) -> PrefetchPolicy:
+        """Raises ConfigError: an unknown policy."""
+        return prefetch_policy(
+            self.prefetch.policy,
+            base_ms=self.prefetch.base_ms,
+            per_ki_token_ms=self.prefetch.per_ki_token_ms,
+            cap_ms=self.prefetch.cap_ms,
+        )
+
+
+def connector_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
+    """Raises ConfigError: an unknown key, a wrong value, a prefetch policy that is none."""
+    settings = validated(ConnectorSettings, extra, "kv_connector_extra_config")
+    settings.policy()
+    return settings
+
+
+def check_version(version: str) -> None:
+    """Raises ConfigError: a vLLM whose interfaces this was not tried with.
+
+    They change with every minor release, some of them silently (the layout of KV did).
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(found[1]), int(found[2])) if found else None
+    if release not in SUPPORTED:
+        right = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+        raise ConfigError(f"vLLM {version} is not supported; {right} is")

@@ -1,0 +1,76 @@
+"""Which weights an engine computes with, as a word: two that differ must not share blocks.
+
+A model on the hub has a commit. A local folder has none, and the same path may hold other weights
+tomorrow: a fingerprint of its files takes the commit's place. Reading gigabytes is out of the
+question at an engine's start; weights that differ anywhere do so nearly everywhere, so samples of
+each file are enough, and the metadata of the files (size, names) come for nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Final
+
+SAMPLE_BYTES: Final = 64 << 10
+SAMPLES: Final = 32
+"""Samples of each file, evenly spread, the first and the last bytes among them."""
+WEIGHT_FILES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+STATIC_ROPES: Final = ("default", "linear", "llama3", "yarn", "mrope")
+"""Kinds of RoPE whose angles do not depend on the longest context an engine is started with."""
+NOT_THE_MODEL: Final = ("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype")
+"""Fields of a config that say where it came from, or what the namespace says itself."""
+
+
+def revision_of(vllm_config: Any) -> str:
+    """The commit or the files' fingerprint, and a digest of the model's configuration.
+
+    The configuration is what vLLM made of it: with overrides, which may change the KV.
+    """
+    model = vllm_config.model_config
+    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
+    if load_format.endswith("dummy"):
+        weights = "dummy"
+    elif os.path.exists(model.model):
+        weights = fingerprint(Path(model.model))
+    else:
+        commit = getattr(model.hf_config, "_commit_hash", None)
+        weights = str(commit or model.revision or "main")[:16]
+    return f"{weights}-{config_digest(model)}"
+
+
+def fingerprint(path: Path) -> str:
+    """16 hex digits: names, sizes and samples of the files of weights in a folder (or of one)."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    digest = hashlib.sha256()
+    for file in files:
+        if not file.name.endswith(WEIGHT_FILES):
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size};".encode())
+        step = max(1, (size - SAMPLE_BYTES) // (SAMPLES - 1))
+        with file.open("rb") as opened:
+            for start in range(0, max(1, size - SAMPLE_BYTES + 1), step):
+                opened.seek(start)
+                digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def config_digest(model_config: Any) -> str:
+    """8 hex digits over the model's configuration, and over the context where KV depends on it."""
+    told = model_config.hf_config.to_dict()
+    fields: dict[str, Any] = {k: v for k, v in told.items() if k not in NOT_THE_MODEL}
+    if _rope_kind(model_config) not in STATIC_ROPES:
+        fields["max_model_len"] = model_config.max_model_len
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _rope_kind(model_config: Any) -> str:
+    text = getattr(model_config, "hf_text_config", model_config.hf_config)
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if not isinstance(rope, dict):
+        return "default"
+    return str(rope.get("rope_type", rope.get("type", "default")))

@@ -1,0 +1,115 @@
+"""Tiny models with random weights, written by hand: enough for vLLM to compute real KV on a CPU.
+
+Run by the Python that has torch and safetensors: `python tiny_models.py FOLDER [FAMILY] [SEED]`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+VOCABULARY = 512
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, INNER = 256, 4, 2, 64, 4, 512
+
+
+def config_of(family: str) -> dict[str, object]:
+    """A config.json of this family: llama, qwen3 or gemma3_text."""
+    names = {
+        "llama": "LlamaForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "gemma3_text": "Gemma3ForCausalLM",
+    }
+    config: dict[str, object] = {
+        "architectures": [names[family]],
+        "model_type": family,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "dtype": "float32",
+    }
+    if family == "gemma3_text":
+        config |= {
+            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+            "sliding_window": 64,
+            "query_pre_attn_scalar": HEAD_DIM,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "rope_local_base_freq": 10000.0,
+        }
+    else:
+        config |= {"hidden_act": "silu", "attention_bias": False, "rope_theta": 10000.0}
+    return config
+
+
+def write_model(folder: Path, family: str, seed: int) -> None:
+    """Config, weights and a tokenizer of words t4, t5, ... in `folder`."""
+    import torch
+    from safetensors.torch import save_file
+
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, std: float = 0.08) -> torch.Tensor:
+        return torch.randn(*shape, generator=random) * std
+
+    weights = {"model.embed_tokens.weight": normal(VOCABULARY, HIDDEN, std=1.0)}
+    # Gemma's norms are 1 + weight.
+    one = torch.zeros if family == "gemma3_text" else torch.ones
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        weights[f"{at}self_attn.q_proj.weight"] = normal(HEADS * HEAD_DIM, HIDDEN)
+        weights[f"{at}self_attn.k_proj.weight"] = normal(KV_HEADS * HEAD_DIM, HIDDEN)
+        weights[f"{at}self_attn.v_proj.weight"] = normal(KV_HEADS * HEAD_DIM, HIDDEN)
+        weights[f"{at}self_attn.o_proj.weight"] = normal(HIDDEN, HEADS * HEAD_DIM)
+        if family != "llama":
+            weights[f"{at}self_attn.q_norm.weight"] = one(HEAD_DIM)
+            weights[f"{at}self_attn.k_norm.weight"] = one(HEAD_DIM)
+        for name in ("gate", "up"):
+            weights[f"{at}mlp.{name}_proj.weight"] = normal(INNER, HIDDEN)
+        weights[f"{at}mlp.down_proj.weight"] = normal(HIDDEN, INNER)
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if family == "gemma3_text":
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        for name in norms:
+            weights[f"{at}{name}.weight"] = one(HIDDEN)
+    weights["model.norm.weight"] = one(HIDDEN)
+    weights["lm_head.weight"] = normal(VOCABULARY, HIDDEN)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_of(family), indent=1))
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(special))
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    words |= {f"t{number}": number for number in range(4, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+        "model_max_length": 4096,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+if __name__ == "__main__":
+    where, *rest = sys.argv[1:]
+    write_model(Path(where), rest[0] if rest else "llama", int(rest[1]) if len(rest) > 1 else 1234)

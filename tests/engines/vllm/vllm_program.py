@@ -1,0 +1,192 @@
+"""A process with vLLM in it, driven line by line: a JSON command on stdin, a JSON answer on fd 3.
+
+{"do": "start", "args": {...}}     an engine (a former one is ended first)
+{"do": "generate", "prompts": [[...]], "salt": null, "tokens": 16, ...}
+{"do": "run", "requests": [...], "aborts": [...]}     by steps, with aborts
+{"do": "reset"}, {"do": "metrics"}, {"do": "held"}, {"do": "stop"}
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+
+class Program:
+    """The commands."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+
+    def do_start(self, args: dict[str, Any]) -> dict[str, Any]:
+        from vllm import LLM
+
+        self.do_stop()
+        defaults = {
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "max_model_len": 1024,
+            "enforce_eager": True,
+            "block_size": 32,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 1024,
+            "seed": 0,
+            "disable_log_stats": False,
+            "num_gpu_blocks_override": 128,
+        }
+        began_s = time.monotonic()
+        self.llm = LLM(**{**defaults, **args})
+        return {"seconds": time.monotonic() - began_s}
+
+    def do_stop(self) -> dict[str, Any]:
+        if self.llm is not None:
+            self.llm.llm_engine.engine_core.shutdown()
+            self.llm = None
+            gc.collect()
+        return {}
+
+    def do_generate(
+        self,
+        prompts: list[list[int]],
+        salt: str | None = None,
+        tokens: int = 16,
+        together: bool = False,
+        prompt_logprobs: int | None = None,
+    ) -> dict[str, Any]:
+        """One after another, or all at once."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=1,
+            prompt_logprobs=prompt_logprobs,
+        )
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        if salt is not None:
+            asked = [{**prompt, "cache_salt": salt} for prompt in asked]
+        groups = [asked] if together else [[prompt] for prompt in asked]
+        results = []
+        for group in groups:
+            began_s = time.monotonic()
+            outputs = self.llm.generate(group, params, use_tqdm=False)
+            seconds = time.monotonic() - began_s
+            results += [{**told(output), "seconds": seconds} for output in outputs]
+        return {"results": results}
+
+    def do_run(
+        self, requests: list[dict[str, Any]], aborts: dict[str, int], limit_s: float
+    ) -> dict[str, Any]:
+        """Requests added at once, stepped by hand. aborts: request to the step it is aborted at."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        names = {}
+        for each in requests:
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=each["tokens"],
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=1,
+            )
+            prompt = {"prompt_token_ids": each["prompt"]}
+            names[each["id"]] = engine.add_request(each["id"], prompt, params) or each["id"]
+        done: dict[str, Any] = {}
+        end_s, steps = time.monotonic() + limit_s, 0
+        while engine.has_unfinished_requests():
+            assert time.monotonic() < end_s, "requests that never end"
+            for name, step in aborts.items():
+                if step == steps:
+                    engine.abort_request([name])
+            for output in engine.step():
+                if output.finished:
+                    done[output.request_id] = told(output)
+            steps += 1
+        return {"done": done, "steps": steps}
+
+    def do_settle(self, limit_s: float = 10.0) -> dict[str, Any]:
+        """Step until the scheduler holds nothing of ended requests any more."""
+        scheduler = self.scheduler
+        end_s = time.monotonic() + limit_s
+        while scheduler.has_requests() and time.monotonic() < end_s:
+            self.llm.llm_engine.engine_core.engine_core.step_fn()
+        return {"requests": len(scheduler.requests)}
+
+    def do_reset(self) -> dict[str, Any]:
+        self.do_settle()
+        return {"reset": bool(self.llm.reset_prefix_cache())}
+
+    def do_metrics(self) -> dict[str, Any]:
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            value = getattr(metric, "value", None)
+            if value is not None:
+                found[metric.name] = found.get(metric.name, 0) + value
+        return {"metrics": found}
+
+    def do_held(self) -> dict[str, Any]:
+        """What the connector's two sides hold, and vLLM's free blocks."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = self.scheduler.connector
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return {
+            "scheduler": connector._scheduler.stats(),
+            "worker": get_kv_transfer_group()._worker.stats(),
+            "free_blocks": pool.get_num_free_blocks(),
+            "blocks": pool.num_gpu_blocks,
+        }
+
+    def do_python(self, code: str) -> dict[str, Any]:
+        """Evaluate an expression over `llm` and `scheduler`, in tests' own words."""
+        names = {"llm": self.llm, "scheduler": self.scheduler}
+        return {"value": eval(code, names)}
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def told(output: Any) -> dict[str, Any]:
+    """Tokens, their log-probabilities, cached tokens, and why it ended."""
+    first = output.outputs[0]
+    logprobs = [_first(step) for step in first.logprobs or []]
+    prompt = [_first(step) for step in output.prompt_logprobs or []]
+    return {
+        "tokens": list(first.token_ids),
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt,
+        "cached": output.num_cached_tokens,
+        "finish": first.finish_reason,
+    }
+
+
+def _first(step: Any) -> float | None:
+    """Log-probability of the token itself, which vLLM lists first."""
+    return next(iter(step.values())).logprob if step else None
+
+
+def main() -> None:
+    answers = os.fdopen(3, "w", buffering=1)
+    program = Program()
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer = getattr(program, f"do_{command.pop('do')}")(**command)
+        except BaseException as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+    program.do_stop()
+
+
+if __name__ == "__main__":
+    main()

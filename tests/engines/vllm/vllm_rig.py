@@ -1,0 +1,200 @@
+"""Real vLLM engines and sidecars for tests, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+LIMIT_S = 180.0
+"""A hang guard for tests, no measure."""
+BLOCK = 32
+
+
+def needs_vllm() -> pytest.MarkDecorator:
+    """Skip a module's tests, with the reason, where vLLM is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    absent = spec is None or spec.origin is None
+    return pytest.mark.skipif(absent, reason="vLLM is not installed (.ci/engines installs it)")
+
+
+def environment() -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    return {
+        **inherited,
+        "PYTHONPATH": str(ROOT),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class Engine:
+    """A process with vLLM in it."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        here, there = os.pipe()
+        os.set_inheritable(there, True)
+        self._log = log.open("w")
+        program = [sys.executable, str(HERE / "vllm_program.py")]
+        self._process = subprocess.Popen(
+            ["bash", "-c", f'exec "$0" "$@" 3>&{there}', *program],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            pass_fds=[there],
+            text=True,
+        )
+        os.close(there)
+        self._answers = os.fdopen(here, "r")
+
+    def ask(self, do: str, limit_s: float = LIMIT_S, **arguments: Any) -> dict[str, Any]:
+        """The answer to a command. AssertionError: it failed, or the process did."""
+        answer = self.try_ask(do, limit_s, **arguments)
+        assert "error" not in answer, f"{answer['error']}\n{self.tail()}"
+        return answer
+
+    def try_ask(self, do: str, limit_s: float = LIMIT_S, **arguments: Any) -> dict[str, Any]:
+        """Like `ask`; a failed command is {"error": ...}."""
+        self.send(do, **arguments)
+        return self.answer(limit_s)
+
+    def send(self, do: str, **arguments: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self, limit_s: float = LIMIT_S) -> dict[str, Any]:
+        ready, _, _ = select.select([self._answers], [], [], limit_s)
+        assert ready, f"no answer within {limit_s:g} s\n{self.tail()}"
+        line = self._answers.readline()
+        assert line, f"the engine's process has ended\n{self.tail()}"
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def start(self, model: Path, **arguments: Any) -> None:
+        """An engine of this model. Arguments: vLLM's own."""
+        self.ask("start", args={"model": str(model), **arguments})
+
+    def generate(self, prompts: Sequence[Sequence[int]], **arguments: Any) -> list[dict[str, Any]]:
+        asked = [list(prompt) for prompt in prompts]
+        results: list[dict[str, Any]] = self.ask("generate", prompts=asked, **arguments)["results"]
+        return results
+
+    def held(self) -> dict[str, Any]:
+        return self.ask("held")
+
+    def tail(self) -> str:
+        return self.log.read_text()[-6000:]
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(LIMIT_S)
+
+    def end(self) -> int:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        code = self._process.wait(LIMIT_S)
+        self._answers.close()
+        self._log.close()
+        return code
+
+
+class Sidecar:
+    """`kvstore serve` in a process of its own."""
+
+    def __init__(self, folder: Path, *options: str, config: str = "") -> None:
+        self.socket = str(folder / "kv.sock")
+        self._folder = folder
+        arguments = ["--socket", self.socket, "--port", "0", *options]
+        if config:
+            (folder / "kvstore.toml").write_text(config)
+            arguments += ["--config", str(folder / "kvstore.toml")]
+        self._arguments = arguments
+        self.start()
+
+    def start(self) -> None:
+        """Start it (again), and wait until it takes clients."""
+        log = (self._folder / "sidecar.log").open("a")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvstore", "serve", *self._arguments],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        log.close()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert "kvstore ready" in line, (self._folder / "sidecar.log").read_text()
+        self.url = next(word.rstrip(",") for word in line.split() if word.startswith("http"))
+
+    def stats(self) -> dict[str, Any]:
+        from kvstore.link import ask_stats
+
+        return ask_stats(self.socket, None)
+
+    def suspend(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(LIMIT_S)
+
+    def stop(self) -> int:
+        """Ask it to end; 0 when every lease had come back."""
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(LIMIT_S)
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+
+def connector(socket: str, **extra: Any) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` with our connector. extra: of its configuration."""
+    return {
+        "kv_connector": "KVStoreConnector",
+        "kv_connector_module_path": "kvstore.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"socket": socket, **extra},
+    }
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    """Made-up tokens of the tiny models."""
+    made = random.Random(seed)
+    return [made.randrange(4, 512) for _ in range(count)]
+
+
+def full_blocks(prompt: Sequence[int]) -> int:
+    """Tokens of a prompt's full blocks; the last token is always computed."""
+    return (len(prompt) - 1) // BLOCK * BLOCK
+
+
+def wait_until(true: Any, what: str, limit_s: float = 30.0) -> None:
+    end_s = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end_s, f"never: {what}"
+        time.sleep(0.02)
