@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -138,6 +138,10 @@ class TierSettings(BaseModel):
     """Writes wait for it at most as long as this takes at its measured rate; 0: no such bound."""
     quota: Mapping[str, Bytes] = Field(default_factory=dict)
     """Most bytes by tenant; "*": of each tenant that is not named."""
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Without the keys of the tier's own module: there may be a password among them."""
+        return ((name, getattr(self, name)) for name in TierSettings.model_fields)
 
     @property
     def label(self) -> str:
