@@ -21,6 +21,9 @@ from typing import Any
 
 import pytest
 
+from kvstore.testing.processes import suspend
+from kvstore.tiers.redis.info import parse_info
+
 redis = pytest.importorskip("redis", reason="redis-py is not installed")
 
 START_LIMIT_S = 30.0
@@ -108,7 +111,8 @@ class Server:
 
     def freeze(self) -> None:
         """It hangs from here on: connections are made, and nothing is answered."""
-        self._signal(signal.SIGSTOP)
+        assert self._process is not None
+        suspend(self._process.pid)
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
@@ -189,11 +193,9 @@ class Cluster:
     def is_up(self) -> bool:
         for node in self.nodes:
             with contextlib.closing(node.client()) as client:
-                info = client.execute_command("CLUSTER", "INFO")
-                if info["cluster_state"] != "ok" or int(info["cluster_known_nodes"]) != len(
-                    self.nodes
-                ):
-                    return False
+                info = parse_info(client.execute_command("CLUSTER", "INFO"))
+            if info["cluster_state"] != "ok" or info["cluster_known_nodes"] != str(len(self.nodes)):
+                return False
         return True
 
     def id_of(self, node: Server) -> str:
@@ -246,7 +248,7 @@ class Proxy:
 
     hung: passes nothing on, either way. cut_after: closes the connection after so many bytes of
     replies. reply_with: these bytes instead of the server's reply. piece: replies come in pieces of
-    so many bytes, each `pause_s` after the last.
+    so many bytes, each `pause_s` after the last. sent: bytes of replies passed on so far.
     """
 
     def __init__(self, target_port: int, *, tls: Certificates | None = None) -> None:
@@ -255,6 +257,7 @@ class Proxy:
         self.reply_with: bytes | None = None
         self.piece = 1 << 20
         self.pause_s = 0.0
+        self.sent = 0
         self._target_port = target_port
         self._context: ssl.SSLContext | None = None
         if tls is not None:
@@ -325,8 +328,10 @@ class Proxy:
                 data, left = data[:left], max(0, left - len(data))
             for first in range(0, len(data), self.piece):
                 time.sleep(self.pause_s)
-                if not _sent(near, data[first : first + self.piece]):
+                piece = data[first : first + self.piece]
+                if not _sent(near, piece):
                     break
+                self.sent += len(piece)
             if left == 0:
                 break
         _end(near)

@@ -51,6 +51,11 @@ class TierSuite:
         """Everything at rest, read behind the tier's back; None where that is impossible."""
         return None
 
+    def settled_stats(self, tier: Tier) -> dict[str, int | float | str]:
+        """The statistics once they tell of all that was done; a tier that learns them from a
+        server, and does not wait for it, says here how to."""
+        return tier.stats()
+
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
         tier = self.open_tier(tmp_path, self.capacity_bytes)
@@ -169,7 +174,7 @@ class TierSuite:
 
     def test_stats_count_what_is_held(self, tier: Tier, buffer: FrameBuffer) -> None:
         tier.write(*buffer.fill(key_of(1), 64 * KIB))
-        stats = tier.stats()
+        stats = self.settled_stats(tier)
         assert stats["blocks"] == 1
         assert stats["evictions"] == 0
         assert 64 * KIB <= float(stats["bytes_used"]) <= float(stats["bytes_capacity"])

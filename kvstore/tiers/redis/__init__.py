@@ -13,8 +13,9 @@ what a block is called there, `info` what servers say of themselves, `faults` wh
 from __future__ import annotations
 
 import logging
+from typing import Annotated, Any, Final
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, SecretStr
 
 from kvstore.config import Milliseconds, Section
 from kvstore.errors import ConfigError, TierError
@@ -28,12 +29,22 @@ __all__ = ["Config", "RedisTier", "open"]
 log = logging.getLogger(__name__)
 
 
+def _hidden(value: Any) -> SecretStr:
+    """Whatever was given, so that no message repeats it."""
+    return value if isinstance(value, SecretStr) else SecretStr(str(value))
+
+
+Secret = Annotated[SecretStr, BeforeValidator(_hidden)]
+NO_SECRET: Final = SecretStr("")
+
+
 class Config(Section):
     """The Redis tier's part of the configuration. One of url, host, socket, sentinels, cluster."""
 
     name: str = "redis"
-    url: str = Field(default="", repr=False)
-    """redis:// or valkey://, rediss:// or valkeys:// for TLS, unix:// for a socket's path."""
+    url: Secret = NO_SECRET
+    """redis:// or valkey://, rediss:// or valkeys:// for TLS, unix:// for a socket's path. It may
+    hold a password."""
     host: str = ""
     """A single server."""
     port: int = Field(default=PORT, ge=1, le=65535)
@@ -48,9 +59,9 @@ class Config(Section):
     """Some nodes ("host:port") of a cluster; they name the others."""
     user: str = ""
     """User of the servers' access lists; "": the default user."""
-    password: str = Field(default="", repr=False)
+    password: Secret = NO_SECRET
     """Its password."""
-    sentinel_password: str = Field(default="", repr=False)
+    sentinel_password: Secret = NO_SECRET
     """The sentinels' own password, where they ask for one."""
     database: int = Field(default=0, ge=0)
     """Number of the database; a cluster has 0 only."""

@@ -83,9 +83,9 @@ def address_of(config: Config) -> Address:
         )
     if config.cluster and config.database:
         raise ConfigError(f"database = {config.database}; a redis cluster has database 0 only")
-    url = _split(config.url) if config.url else None
+    url = _split(config.url.get_secret_value()) if config.url else None
     tls = config.tls or (url is not None and SCHEMES[url.scheme])
-    user, password, database = config.user, config.password, config.database
+    user, password, database = config.user, config.password.get_secret_value(), config.database
     hosts: tuple[tuple[str, int], ...] = ()
     socket = config.socket
     if url is not None:
@@ -104,7 +104,10 @@ def address_of(config: Config) -> Address:
         raise ConfigError("the redis tier has no TLS over a Unix socket; leave tls off")
     common = _timeouts(config, bool(socket)) | (_tls_options(config) if tls else _no_tls(config))
     login = {"username": user or None, "password": password or None}
-    sentinel_login = {"username": None, "password": config.sentinel_password or None}
+    sentinel_login = {
+        "username": None,
+        "password": config.sentinel_password.get_secret_value() or None,
+    }
     place = {"db": database} if not config.cluster else {}
     return Address(
         hosts=hosts,

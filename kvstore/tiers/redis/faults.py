@@ -17,7 +17,13 @@ from kvstore.tiers.redis.resp import ErrorReply, OutOfStep
 REDIRECTS: Final = frozenset({"MOVED", "ASK", "TRYAGAIN"})
 """Answers of a cluster's node that does not have the name, or not wholly."""
 
-FOREIGN: Final = (foreign.RedisError, OSError, ErrorReply, OutOfStep)
+FOREIGN: Final = (
+    foreign.RedisError,
+    foreign.RedisClusterException,  # no RedisError
+    OSError,
+    ErrorReply,
+    OutOfStep,
+)
 """All that a call to a server can raise."""
 
 _AWAY: Final = frozenset({"LOADING", "CLUSTERDOWN", "MASTERDOWN", "BUSY", *REDIRECTS})

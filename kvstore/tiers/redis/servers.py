@@ -19,11 +19,11 @@ from redis.connection import (
     UnixDomainSocketConnection,
 )
 from redis.exceptions import ConnectionError as ForeignConnectionError
-from redis.exceptions import RedisError
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
 from kvstore.tiers.redis.address import Address
+from kvstore.tiers.redis.faults import FOREIGN
 
 NODES_MAX: Final = 1024
 """Nodes of a cluster that connections are kept to."""
@@ -128,7 +128,7 @@ class ClusterServers(Servers):
             return
         try:
             client.nodes_manager.initialize()
-        except (RedisError, OSError):
+        except FOREIGN:
             # None of the nodes it knows answers: begin anew with those of the configuration.
             self._client = None
         finally:

@@ -248,11 +248,10 @@ class RedisTier(Tier):
             raise error
         if error is None and resp.is_frame_length(int(line[1:])):
             return True
-        if line != b":0":
+        exchange.send(command(b"UNLINK", name))
+        if _good(exchange.lines(1)[0]) != b":0":
             self._calls.count("foreign")
             log.warning("%s: %s is no frame; it is replaced", self.name, name.decode())
-            exchange.send(command(b"UNLINK", name))
-            _good(exchange.lines(1)[0])
         return False
 
     # --- many names ---------------------------------------------------------------------

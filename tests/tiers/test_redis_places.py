@@ -1,0 +1,466 @@
+"""Where the servers are: sentinels and a failover, a cluster and its redirects, a configuration
+that says it wrong; and two stores that share a server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from redis_rig import (
+    HOST,
+    Certificates,
+    Cluster,
+    Proxy,
+    Server,
+    free_port,
+    sentinel_of,
+    valkey_binary,
+    wait_until,
+)
+
+from kvstore.blocks import Key
+from kvstore.config import validated
+from kvstore.errors import ConfigError, TierError, TierUnavailable
+from kvstore.testing.frames import FrameBuffer, key_of
+from kvstore.testing.processes import PACKAGE_PARENT
+from kvstore.tiers import redis as redis_tier
+from kvstore.tiers.redis.address import address_of
+from kvstore.tiers.redis.keys import encode_name
+from kvstore.tiers.redis.tier import RedisTier
+
+KIB = 1 << 10
+SECRET = "very secret indeed"
+
+
+@pytest.fixture
+def buffer() -> FrameBuffer:
+    return FrameBuffer(64 * KIB)
+
+
+@pytest.fixture
+def open_() -> Iterator[Callable[..., RedisTier]]:
+    with contextlib.ExitStack() as closing:
+
+        def open_tier(**options: Any) -> RedisTier:
+            tier = redis_tier.open(redis_tier.Config(**{"timeout_ms": 20_000, **options}))
+            closing.callback(tier.close)
+            return tier
+
+        yield open_tier
+
+
+def good(tier: RedisTier, buffer: FrameBuffer, key: Key) -> bool:
+    length = tier.read(key, buffer.header, buffer.payload)
+    assert not length or buffer.version_of(key, length) == 0
+    return bool(length)
+
+
+def works(call: Callable[[], object]) -> bool:
+    """Whether it does by now; until then it is unavailable, or refused by a demoted master."""
+    try:
+        call()
+    except TierError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------- sentinels
+
+
+def test_a_failover_is_followed(open_: Any, tmp_path: Path, buffer: FrameBuffer) -> None:
+    """The master dies; the sentinel promotes its replica; blocks are there, and new ones go there.
+    The dead sentinel that is asked first costs nothing but a refusal."""
+    binary = valkey_binary()
+    master = Server(tmp_path / "master", binary)
+    replica = Server(
+        tmp_path / "replica", binary, replicaof=f"{HOST} {master.port}", repl_diskless_sync_delay=0
+    )
+    with contextlib.ExitStack() as stopping:
+        stopping.callback(master.stop)
+        stopping.callback(replica.stop)
+        second = stopping.enter_context(contextlib.closing(replica.client()))
+        wait_until(lambda: second.info()["master_link_status"] == "up", "the replica")
+        sentinel = sentinel_of(tmp_path / "sentinel", binary, master, "blocks")
+        stopping.callback(sentinel.stop)
+        watch = stopping.enter_context(contextlib.closing(sentinel.client()))
+        wait_until(lambda: len(watch.sentinel_slaves("blocks")) == 1, "the sentinel's knowledge")
+        tier = open_(
+            sentinels=(f"{HOST}:{free_port()}", sentinel.address), service="blocks", timeout_ms=500
+        )
+        tier.write(*buffer.fill(key_of(1), 5000))
+        wait_until(lambda: second.dbsize() == 1, "replication")
+        master.freeze()
+        with pytest.raises(TierUnavailable):
+            tier.contains([key_of(1)])
+        wait_until(lambda: works(lambda: tier.write(*buffer.fill(key_of(2), 5000))), "a failover")
+        assert good(tier, buffer, key_of(1))
+        assert second.info()["role"] == "master"
+        assert second.exists(encode_name("kvstore", key_of(2)))
+        # The old master comes back, and does not know yet that it is none: nobody asks it.
+        master.thaw()
+        tier.write(*buffer.fill(key_of(3), 5000))
+        assert tier.contains([key_of(1), key_of(2), key_of(3)]) == [True] * 3
+        assert second.exists(encode_name("kvstore", key_of(3)))
+
+
+def test_a_master_demoted_by_hand_is_left(open_: Any, tmp_path: Path, buffer: FrameBuffer) -> None:
+    """Its READONLY means that the sentinels know another by now."""
+    binary = valkey_binary()
+    master = Server(tmp_path / "master", binary)
+    other = Server(tmp_path / "other", binary)
+    sentinel = sentinel_of(tmp_path / "sentinel", binary, master, "blocks")
+    with contextlib.ExitStack() as stopping:
+        for each in (master, other, sentinel):
+            stopping.callback(each.stop)
+        tier = open_(sentinels=(sentinel.address,), service="blocks")
+        tier.write(*buffer.fill(key_of(1), 5000))
+        watch = stopping.enter_context(contextlib.closing(sentinel.client()))
+        watch.sentinel_remove("blocks")
+        watch.sentinel_monitor("blocks", HOST, other.port, 1)
+        with contextlib.closing(master.client()) as client:
+            client.replicaof(HOST, other.port)
+        wait_until(lambda: works(lambda: tier.write(*buffer.fill(key_of(2), 5000))), "the other")
+        with contextlib.closing(other.client()) as client:
+            assert client.exists(encode_name("kvstore", key_of(2)))
+
+
+def test_sentinels_that_are_away_are_unavailable(open_: Any) -> None:
+    tier = open_(sentinels=(f"{HOST}:{free_port()}",), service="blocks")
+    with pytest.raises(TierUnavailable, match="redis service 'blocks' of the sentinels"):
+        tier.contains([key_of(1)])
+
+
+# ---------------------------------------------------------------------- cluster
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster.start(tmp_path_factory.mktemp("cluster"), valkey_binary())
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def cluster(running: Cluster) -> Cluster:
+    for node in running.nodes:
+        with contextlib.closing(node.client()) as client:
+            client.flushall()
+    return running
+
+
+def test_a_cluster_spreads_one_run_and_answers_in_order(
+    open_: Any, cluster: Cluster, buffer: FrameBuffer
+) -> None:
+    tier = open_(cluster=(f"{HOST}:{free_port()}", cluster.addresses[1]), ttl="1h")
+    keys = [key_of(number) for number in range(40)]
+    for key in keys[::2]:
+        tier.write(*buffer.fill(key, 5000))
+    for node in cluster.nodes:
+        with contextlib.closing(node.client()) as client:
+            assert client.dbsize() > 0, "names of one tenant are spread"
+    assert tier.contains(keys) == [True, False] * 20
+    assert all(good(tier, buffer, key) for key in keys[::2])
+    assert {key for key, _ in tier.usage()} == set(keys[::2])
+    tier.delete(keys[:10])
+    assert len(list(tier.keys())) == 15
+    wait_until(lambda: tier.stats()["servers"] == 3, "an answer to INFO of all")
+    assert tier.stats()["blocks"] == 15
+    assert tier.stats()["bytes_capacity"] == 3 * 256 << 20
+    tier.clear()
+    assert tier.contains(keys) == [False] * 40
+    assert tier.stats()["redirects"] == 0
+
+
+def test_a_slot_that_moves_is_followed(open_: Any, cluster: Cluster, buffer: FrameBuffer) -> None:
+    """ASK while it moves, MOVED once it has, on every verb."""
+    tier = open_(cluster=cluster.addresses, ttl="1h")
+    moving, staying, name = key_of(1), key_of(2), encode_name("kvstore", key_of(1))
+    slot = redis.crc.key_slot(name)
+    for key in (moving, staying):
+        tier.write(*buffer.fill(key, 5000))
+    source = cluster.owner_of(name)
+    target = next(node for node in cluster.nodes if node is not source)
+    source_id, target_id = cluster.id_of(source), cluster.id_of(target)
+    with contextlib.ExitStack() as closing:
+        old = closing.enter_context(contextlib.closing(source.client()))
+        new = closing.enter_context(contextlib.closing(target.client()))
+
+        def setslot(client: Any, *words: str) -> None:
+            client.execute_command("CLUSTER", "SETSLOT", slot, *words)
+
+        setslot(new, "IMPORTING", source_id)
+        setslot(old, "MIGRATING", target_id)
+        old.migrate(HOST, target.port, name, 0, 10_000)
+        assert new.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) == 1
+        assert good(tier, buffer, moving), "ASK"
+        assert tier.contains([staying, moving, key_of(9)]) == [True, True, False]
+        tier.delete([moving])
+        assert not good(tier, buffer, moving)
+        tier.write(*buffer.fill(moving, 6000))
+        assert good(tier, buffer, moving)
+        redirects = float(tier.stats()["redirects"])
+        assert redirects >= 5
+        for client in (new, old):
+            setslot(client, "NODE", target_id)
+        wait_until(lambda: cluster.owner_of(name) is target, "the slot's new owner to be known")
+        assert tier.contains([moving, staying]) == [True, True], "MOVED"
+        assert good(tier, buffer, moving)
+        redirects = float(tier.stats()["redirects"])
+        tier.write(*buffer.fill(moving, 6000))
+        assert good(tier, buffer, moving)
+        assert tier.stats()["redirects"] == redirects, "the new owner is known by now"
+        tier.delete([moving])
+        for client in (old, new):
+            setslot(client, "NODE", source_id)
+        wait_until(lambda: cluster.owner_of(name) is source, "the slot's return")
+        tier.write(*buffer.fill(moving, 7000))
+        assert old.exists(name)
+        assert good(tier, buffer, moving)
+
+
+def test_a_value_read_on_its_way_between_nodes_is_checked_too(
+    open_: Any, cluster: Cluster, buffer: FrameBuffer
+) -> None:
+    tier, name = open_(cluster=cluster.addresses), encode_name("kvstore", key_of(1))
+    large = FrameBuffer(128 * KIB)
+    source = cluster.owner_of(name)
+    target = next(node for node in cluster.nodes if node is not source)
+    slot = redis.crc.key_slot(name)
+    with contextlib.closing(source.client()) as old, contextlib.closing(target.client()) as new:
+        new.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", cluster.id_of(source))
+        old.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", cluster.id_of(target))
+        tier.write(*large.fill(key_of(1), 128 * KIB))
+        with pytest.raises(TierError, match="does not fit"):
+            tier.read(key_of(1), buffer.header, buffer.payload)
+        assert good(tier, large, key_of(1))
+        tier.delete([key_of(1)])
+        for client in (new, old):
+            client.execute_command("CLUSTER", "SETSLOT", slot, "STABLE")
+
+
+def test_a_node_that_dies_and_returns(open_: Any, tmp_path: Path, buffer: FrameBuffer) -> None:
+    """While it is away its blocks are misses and the others are there, where the cluster serves in
+    part; what is written to it fails, and it is used again once it is back."""
+    cluster = Cluster.start(tmp_path, valkey_binary())
+    with contextlib.ExitStack() as stopping:
+        stopping.callback(cluster.stop)
+        for node in cluster.nodes:
+            with contextlib.closing(node.client()) as client:
+                client.config_set("cluster-require-full-coverage", "no")
+        tier = open_(cluster=cluster.addresses, timeout_ms=1000)
+        keys = [key_of(number) for number in range(30)]
+        for key in keys:
+            tier.write(*buffer.fill(key, 5000))
+        dead = cluster.nodes[0]
+        lost = [key for key in keys if cluster.owner_of(encode_name("kvstore", key)) is dead]
+        assert 0 < len(lost) < len(keys)
+        dead.kill()
+        assert tier.contains(keys) == [key not in lost for key in keys]
+        with pytest.raises(TierUnavailable):
+            tier.read(lost[0], buffer.header, buffer.payload)
+        kept = next(key for key in keys if key not in lost)
+        wait_until(lambda: works(lambda: good(tier, buffer, kept)), "the rest of the cluster")
+        assert float(tier.stats()["faults"]) >= 2
+        dead.start()
+        wait_until(cluster.is_up, "the node's return")
+        wait_until(lambda: works(lambda: tier.write(*buffer.fill(lost[0], 5000))), "the node's use")
+        assert good(tier, buffer, lost[0])
+
+
+def test_a_cluster_that_is_down_is_unavailable_until_it_is_up(
+    open_: Any, tmp_path: Path, buffer: FrameBuffer
+) -> None:
+    """Opened before any node runs; then whole; then with slots that nobody has: CLUSTERDOWN."""
+    cluster = Cluster.start(tmp_path, valkey_binary())
+    with contextlib.ExitStack() as stopping:
+        stopping.callback(cluster.stop)
+        for node in cluster.nodes:
+            node.kill()
+        tier = open_(cluster=cluster.addresses, timeout_ms=1000)
+        with pytest.raises(TierUnavailable):
+            tier.contains([key_of(1)])
+        for node in cluster.nodes:
+            node.start()
+        wait_until(cluster.is_up, "the cluster's return")
+        wait_until(lambda: works(lambda: tier.write(*buffer.fill(key_of(1), 5000))), "its use")
+        name = encode_name("kvstore", key_of(1))
+        owner = cluster.owner_of(name)
+        with contextlib.closing(owner.client()) as client:
+            client.execute_command("CLUSTER", "DELSLOTS", redis.crc.key_slot(name))
+            wait_until(lambda: not cluster.is_up(), "the cluster to notice")
+            for call in (
+                lambda: tier.read(key_of(1), buffer.header, buffer.payload),
+                lambda: tier.contains([key_of(1)]),
+                lambda: tier.write(*buffer.fill(key_of(1), 5000)),
+            ):
+                with pytest.raises(TierUnavailable):
+                    call()
+            client.execute_command("CLUSTER", "ADDSLOTS", redis.crc.key_slot(name))
+        wait_until(cluster.is_up, "the slot's return")
+        wait_until(lambda: works(lambda: tier.write(*buffer.fill(key_of(1), 5000))), "its use")
+        assert good(tier, buffer, key_of(1))
+
+
+def test_a_server_of_the_other_kind_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a node of a cluster; give it as cluster"):
+        redis_tier.open(redis_tier.Config(url=f"redis://{cluster.addresses[0]}"))
+    server = Server(tmp_path, valkey_binary())
+    with pytest.raises(ConfigError, match="it is no cluster; give it as host"):
+        redis_tier.open(redis_tier.Config(cluster=(server.address,)))
+    server.stop()
+
+
+# ---------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "needs one of url, host, socket, sentinels or cluster; none is given"),
+        ({"host": "a", "socket": "/b"}, "host and socket are given"),
+        ({"sentinels": ["a"]}, "needs sentinels and service together"),
+        ({"host": "a", "service": "b"}, "needs sentinels and service together"),
+        ({"host": "a", "prefix": "x{y}"}, "prefix = 'x{y}'"),
+        ({"host": "a", "prefix": ""}, "prefix = ''"),
+        ({"cluster": ["a"], "database": 1}, "database = 1; a redis cluster has database 0 only"),
+        ({"url": f"http://u:{SECRET}@h"}, "scheme 'http'; known: redis, rediss, unix, valkey"),
+        ({"url": f"redsi://u:{SECRET}@h"}, "scheme 'redsi'; did you mean 'redis'?"),
+        ({"url": f"redis://u:{SECRET}@h:notaport"}, "url of the redis tier is none"),
+        ({"url": f"redis://u:{SECRET}@h/x"}, "ends in 'x'; a database's number is right"),
+        ({"url": f"redis://u:{SECRET}@h?db=2"}, "keys of their own"),
+        ({"url": f"redis://u:{SECRET}@"}, "lacks its host"),
+        ({"url": "unix://"}, "lacks its host"),
+        ({"url": f"redis://u:{SECRET}@h", "password": "b"}, "twice: in url, and beside it"),
+        ({"url": "redis://h/2", "database": 3}, "its database twice"),
+        ({"sentinels": ["a:b"], "service": "s"}, "'a:b' of the redis tier is no host"),
+        ({"cluster": ["a@b"]}, "'a@b' of the redis tier is no host"),
+        ({"socket": "/a", "tls": True}, "no TLS over a Unix socket"),
+        ({"host": "a", "tls_ca": "/nowhere"}, "tls_ca of the redis tier is set, and tls is not"),
+        ({"host": "a", "tls": True, "tls_ca": "/nowhere"}, "tls_ca = '/nowhere'.*No such file"),
+        ({"host": "a", "tls": True, "tls_cert": "/nowhere"}, "tls_cert and tls_key together"),
+        ({"host": "a", "passwrod": SECRET}, "unknown key 'tiers.0.passwrod'; did you mean 'pass"),
+        ({"host": "a", "user": "u", "password": [SECRET], "tls_key": "k"}, "tls is not"),
+        ({"url": [SECRET]}, r"has scheme '\(none\)'"),
+        ({"host": "a", "connections": 0}, "connections = 0"),
+        ({"host": "a", "ttl": "soon"}, "ttl = 'soon'"),
+    ],
+)
+def test_what_is_wrong_is_one_line_without_secrets(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        redis_tier.open(validated(redis_tier.Config, options, "tiers.0"))
+    assert "\n" not in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "place"),
+    [
+        ({"host": "a"}, "redis a:6379", {"db": 0}),
+        ({"url": "valkey://a"}, "redis a:6379", {"db": 0}),
+        ({"url": "redis://[::1]:7/4"}, "redis ::1:7", {"db": 4}),
+        ({"url": "rediss://a", "user": "u"}, "redis a:6379", {"ssl_cert_reqs": "required"}),
+        ({"url": "valkeys://a", "tls_verify": False}, "redis a:6379", {"ssl_cert_reqs": "none"}),
+        ({"url": "unix:///run/r.sock", "database": 2}, "redis /run/r.sock", {"db": 2}),
+        ({"url": "redis://u:p%40ss@a"}, "redis a:6379", {"username": "u", "password": "p@ss"}),
+        ({"cluster": ["a", "b:7"]}, "redis cluster a:6379, b:7", {"protocol": 2}),
+        (
+            {"sentinels": ["a", "b:7"], "service": "s"},
+            "redis service 's' of the sentinels a:26379, b:7",
+            {"socket_timeout": 1.0},
+        ),
+    ],
+)
+def test_addresses(options: dict[str, Any], text: str, place: dict[str, Any]) -> None:
+    address = address_of(redis_tier.Config(**options))
+    assert str(address) == text
+    assert {name: address.options[name] for name in place} == place
+
+
+def test_secrets_are_in_no_repr() -> None:
+    config = redis_tier.Config(host="a", password=SECRET, sentinel_password=SECRET)
+    assert SECRET not in repr(config)
+    assert SECRET not in repr(address_of(config))
+    config = redis_tier.Config(url=f"redis://u:{SECRET}@a")
+    assert SECRET not in repr(config) + repr(address_of(config)) + str(address_of(config))
+
+
+def test_an_untrusted_certificate_is_refused(tmp_path: Path, open_: Any) -> None:
+    ours, others = (Certificates.make(tmp_path / name) for name in ("ours", "others"))
+    server = Server(tmp_path / "server", valkey_binary())
+    proxy = Proxy(server.port, tls=ours)
+    url = f"rediss://{proxy.address}"
+    with pytest.raises(ConfigError, match="its certificate is not to be trusted"):
+        redis_tier.open(redis_tier.Config(url=url, tls_ca=str(others.ca)))
+    assert open_(url=url, tls_ca=str(ours.ca)).contains([key_of(1)]) == [False]
+    assert open_(url=url, tls_verify=False).contains([key_of(1)]) == [False]
+    proxy.close()
+    server.stop()
+
+
+def test_unwise_memory_is_said_at_the_start(
+    open_: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(tmp_path, valkey_binary())
+    with contextlib.closing(server.client()) as client:
+        for memory, policy, ttl, words in (
+            ("0", "allkeys-lru", "0", "has no maxmemory"),
+            ("256mb", "noeviction", "1h", "allkeys-lru is right"),
+            ("256mb", "volatile-lru", "0", "evicts only what has a ttl"),
+            ("256mb", "volatile-lru", "1h", ""),
+            ("256mb", "allkeys-lfu", "0", ""),
+        ):
+            client.config_set("maxmemory", memory)
+            client.config_set("maxmemory-policy", policy)
+            caplog.clear()
+            open_(host=HOST, port=server.port, ttl=ttl)
+            assert words in caplog.text
+            assert bool(caplog.text) == bool(words)
+    server.stop()
+
+
+# ---------------------------------------------------------------------- a store on top
+
+SHARED_STORE = """
+import sys
+
+import kvstore
+from store_rig import SPACE, hashes, loaded_tiers, match, save, spill_to_tiers
+
+table = {"kind": "redis", "url": sys.argv[1], "timeout_ms": 20000}
+with kvstore.open(l2="64KiB", slot="4KiB", tiers=(table,)) as store:
+    session = store.session(SPACE, tenant="team:a")
+    names = hashes(12, "shared")
+    if sys.argv[2] == "store":
+        save(session, names)
+        spill_to_tiers(store)
+    else:
+        assert match(session, names) == ["redis"] * 12, match(session, names)
+        assert loaded_tiers(session, names) == ["redis"] * 12
+        assert match(store.session(SPACE, tenant="team"), names) == []
+        assert match(session, names) == ["l2"] * 12
+    session.close()
+print("done")
+"""
+
+
+def test_a_second_process_loads_what_the_first_stored(tmp_path: Path) -> None:
+    server = Server(tmp_path, valkey_binary())
+    paths = os.pathsep.join((PACKAGE_PARENT, str(Path(__file__).parent.parent)))
+    for role in ("store", "load"):
+        done = subprocess.run(
+            [sys.executable, "-c", SHARED_STORE, f"redis://{server.address}", role],
+            env={**os.environ, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    server.stop()
