@@ -223,11 +223,19 @@ def _delete_quietly(tier: Tier, key: Key) -> None:
 
 def contained(tier: Tier, keys: Sequence[Key]) -> list[bool]:
     """`tier.contains`; a tier at fault contains nothing."""
+    found, moved = asked(tier, keys)
+    if moved.landing is not Landing.ARRIVED:
+        log.warning("%s: %s", tier.name, moved.reason)
+    return found
+
+
+def asked(tier: Tier, keys: Sequence[Key]) -> tuple[list[bool], Moved]:
+    """`tier.contains`, and how that went; a tier at fault contains nothing."""
     try:
-        return tier.contains(keys)
+        return tier.contains(keys), Moved(Landing.ARRIVED)
     except Exception as error:
-        log.warning("%s: %s", tier.name, _reason(tier, error))
-        return [False] * len(keys)
+        fault = Moved(Landing.UNAVAILABLE, reason=_reason(tier, error))
+        return [False] * len(keys), fault
 
 
 def _reason(tier: Tier, error: Exception) -> str:

@@ -275,8 +275,10 @@ class Store:
             l2 = self.brain.stats()
             hits = dict(self._hits)
             sessions = len(self._sessions)
+        # A tier may count reads and faults too; what was moved, and what failed of it, the workers
+        # know, whatever stands between them and the tier.
         tiers = {
-            workers.tier.name: {**workers.stats(), **workers.tier.stats()}
+            workers.tier.name: {**workers.tier.stats(), **workers.stats()}
             for workers in self._workers
         }
         return {

@@ -206,8 +206,7 @@ class TierWorkers:
                 elif isinstance(job, Spill):
                     self._write(job, staging)
                 elif isinstance(job, Probe):
-                    self.counts["probes"] += 1
-                    job.answer(job, movers.contained(self.tier, job.keys))
+                    self._probe(job)
                 else:
                     self._flush(job)
             except Exception:
@@ -222,6 +221,11 @@ class TierWorkers:
             elif not isinstance(job, Probe):
                 self._busy["writes"] -= 1
             self._moved.notify_all()
+
+    def _probe(self, probe: Probe) -> None:
+        found, moved = movers.asked(self.tier, probe.keys)
+        self._count("probe", moved)
+        probe.answer(probe, found)
 
     def _flush(self, flush: Flush) -> None:
         try:
@@ -288,7 +292,7 @@ class TierWorkers:
     def _count(self, direction: str, moved: Moved) -> None:
         """Count one move; the first fault in a row is a warning, the rest are details."""
         if moved.landing is Landing.ARRIVED:
-            self.counts[f"{direction}s"] += bool(moved.stored_bytes)
+            self.counts[f"{direction}s"] += direction == "probe" or bool(moved.stored_bytes)
             self.counts[f"{direction}_bytes"] += moved.stored_bytes
             self._faulty = False
         elif moved.landing is Landing.MISSING:
