@@ -1,4 +1,4 @@
-"""What every connector needs: a thread that copies, and a check that pool and namespace agree.
+"""What every connector needs: a thread that copies, and a guard around the store.
 
 The rule of slots: a slot is leased from before its copy is queued until after the copy has ended.
 `CopyThread` therefore never drops a copy it took: each one comes back through `finished`, done or
@@ -15,10 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-import torch
-
-from kvstore.blocks import LAYOUT_REFERENCE, Namespace
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import KVStoreError
 from kvstore.kernels import Copier, Event
 from kvstore.verbs import BlockStore, Load, Match, Save, SlotBuffer, Ticket
 
@@ -41,6 +38,8 @@ class Copy:
 
     pages: page ids of each block. slots: slots of `slab`, one for each block. after: the device's
     work that must end first. owner: whatever the caller wants back. error: why it failed, if so.
+    by_layer: a scatter whose layers are wanted as they arrive: `layers` is set, and the copy handed
+    out by `launched`, once all of it is queued on the device.
     """
 
     direction: Direction
@@ -49,6 +48,8 @@ class Copy:
     slots: Sequence[int]
     after: Event
     owner: Any
+    by_layer: bool = False
+    layers: Sequence[Event] = ()
     error: str = ""
 
 
@@ -59,6 +60,7 @@ class CopyThread:
         self._copier = copier
         self._changed = threading.Condition()
         self._queue: deque[Copy] = deque()
+        self._launched: list[Copy] = []
         self._finished: list[Copy] = []
         self._under_way = 0
         self._closing = False
@@ -82,11 +84,19 @@ class CopyThread:
             self._changed.notify_all()
             return True
 
+    def launched(self) -> list[Copy]:
+        """Scatters by layer that the device has been given since the last call. Each comes back
+        through `finished` as well."""
+        with self._changed:
+            begun, self._launched = self._launched, []
+            return begun
+
     def finished(self, timeout_s: float = 0.0) -> list[Copy]:
-        """Copies that ended since the last call; waits up to timeout_s for the first."""
+        """Copies that ended since the last call; waits up to timeout_s for the first, or for one
+        to be launched."""
         with self._changed:
             if not self._finished and timeout_s > 0.0:
-                self._changed.wait_for(lambda: bool(self._finished), timeout_s)
+                self._changed.wait_for(lambda: bool(self._finished or self._launched), timeout_s)
             ended, self._finished = self._finished, []
             self._under_way -= len(ended)
             return ended
@@ -124,45 +134,15 @@ class CopyThread:
         views = [copy.slab.view(slot) for slot in copy.slots]
         if copy.direction is Direction.GATHER:
             self._copier.gather(copy.pages, views).wait()
+        elif copy.by_layer:
+            copy.layers = self._copier.scatter_layers(copy.pages, views)
+            with self._changed:
+                self._launched.append(copy)
+                self._changed.notify_all()
+            for layer in copy.layers:
+                layer.wait()
         else:
             self._copier.scatter(copy.pages, views).wait()
-
-
-def check_pool(namespace: Namespace, pool: torch.Tensor, page_tokens: int) -> int:
-    """That blocks of `namespace` can be copied out of `pool`; returns pages per block.
-
-    pool: `[layers, 2, num_pages, page_tokens, kv_heads, head_dim]`.
-
-    Raises:
-        ConfigError: the namespace speaks of another layout, geometry or dtype, or its block is
-            not a whole number of pages.
-    """
-    if namespace.layout != LAYOUT_REFERENCE or namespace.attention != "mha":
-        raise ConfigError(
-            f"this connector keeps blocks in layout {LAYOUT_REFERENCE!r} of mha, not "
-            f"{namespace.layout!r} of {namespace.attention}"
-        )
-    layers, _, _, tokens, kv_heads, head_dim = pool.shape
-    assert tokens == page_tokens, f"pages of {tokens} tokens, not {page_tokens}"
-    width_v = namespace.head_dim if namespace.head_dim_v is None else namespace.head_dim_v
-    expected = {
-        "layers": (namespace.layers, layers),
-        "kv_heads": (namespace.kv_heads, kv_heads),
-        "head_dim": (namespace.head_dim, head_dim),
-        "head_dim_v": (width_v, head_dim),
-        "dtype": (namespace.dtype, str(pool.dtype).removeprefix("torch.")),
-    }
-    for field, (in_namespace, in_pool) in expected.items():
-        if in_namespace != in_pool:
-            raise ConfigError(
-                f"the namespace's {field} is {in_namespace}, but the engine's KV has {in_pool}"
-            )
-    if namespace.block_tokens % page_tokens:
-        raise ConfigError(
-            f"block_tokens is {namespace.block_tokens}; it must be a whole multiple of the "
-            f"engine's page of {page_tokens} tokens"
-        )
-    return namespace.block_tokens // page_tokens
 
 
 class GuardedStore:

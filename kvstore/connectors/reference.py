@@ -17,8 +17,9 @@ import torch
 
 from kvstore import kernels
 from kvstore.connectors.attempts import Attempts
-from kvstore.connectors.base import Copy, CopyThread, Direction, GuardedStore, check_pool
+from kvstore.connectors.base import Copy, CopyThread, Direction, GuardedStore
 from kvstore.engine.hooks import MISS, HookEvent, HookMatch, Loaded, Saved
+from kvstore.kernels import Copier, Event
 from kvstore.tiers.policies.prefetch import PrefetchPolicy
 from kvstore.verbs import BlockStore, Load, Save
 
@@ -30,11 +31,12 @@ WAIT_SLICE_S: Final = 0.002
 
 @dataclass(eq=False, slots=True)
 class Loading:
-    """A load whose first `blocks` blocks are being scattered."""
+    """A load whose first `blocks` blocks are being scattered. reported: the engine was told."""
 
     request_id: str
     ticket: Load
     blocks: int
+    reported: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +59,7 @@ class ReferenceHooks:
         its slots.
     min_load_tokens: shorter runs are taken from L2 only.
     clock: seconds, monotonic.
+    copier: another than the fastest for this pool; closed by `close`.
 
     Raises:
         ConfigError: the store's namespace does not describe this pool.
@@ -72,8 +75,11 @@ class ReferenceHooks:
         deadline_ms: float,
         min_load_tokens: int = 256,
         clock: Callable[[], float] = time.monotonic,
+        copier: Copier | None = None,
     ) -> None:
-        self.pages_per_block = check_pool(store.namespace, pool, page_tokens)
+        layout = kernels.PoolLayout.reference(pool)
+        assert layout.page_tokens == page_tokens, f"pages of {layout.page_tokens} tokens"
+        form, self.pages_per_block = kernels.check_layout(store.namespace, layout)
         self.block_tokens = store.namespace.block_tokens
         self._store = GuardedStore(store)
         self._deadline_ms = deadline_ms
@@ -85,7 +91,7 @@ class ReferenceHooks:
             min_load_tokens=min_load_tokens,
             clock=clock,
         )
-        self._copier = kernels.copier_for(pool)
+        self._copier = copier if copier is not None else kernels.copier_for(layout, form)
         self._copies = CopyThread(self._copier)
         self._saving: dict[int, Saving] = {}
         self._events: list[HookEvent] = []
@@ -109,7 +115,8 @@ class ReferenceHooks:
         assert len(rows) == blocks, f"pages of {len(rows)} blocks for {blocks}"
         loading = Loading(request_id, ticket, blocks)
         if not self._copy(Direction.SCATTER, rows, ticket.slots[:blocks], loading):
-            self._end_load(loading, 0)
+            self._report_load(loading, 0)
+            self._end_load(loading)
 
     def save(self, request_id: str, hashes: Sequence[bytes], pages: Sequence[int]) -> int:
         """See `KVHooks.save`."""
@@ -212,12 +219,17 @@ class ReferenceHooks:
         self._counts["blocks_saved"] += blocks
         self._events.append(Saved(saving.save_id, blocks))
 
-    def _end_load(self, loading: Loading, blocks: int) -> None:
-        """Hand the ticket back and report."""
+    def _report_load(self, loading: Loading, blocks: int, layers: Sequence[Event] = ()) -> None:
+        """Tell the engine, once, of the blocks it may count on."""
+        loading.reported = True
         self._blocks_by_tier.update(loading.ticket.tiers[:blocks])
         self._counts["blocks_loaded"] += blocks
+        self._events.append(Loaded(loading.request_id, blocks, tuple(layers)))
+
+    def _end_load(self, loading: Loading) -> None:
+        """No copy reads the slots any more: hand the ticket back."""
+        assert loading.reported
         self._store.release(loading.ticket)
-        self._events.append(Loaded(loading.request_id, blocks))
 
     def _copy(
         self,
@@ -228,16 +240,23 @@ class ReferenceHooks:
     ) -> bool:
         """Queue a copy; False when there is no room for one more."""
         slab = self._store.store.slab_of(owner.ticket)
-        copy = Copy(direction, rows, slab, tuple(slots), self._copier.mark(), owner)
+        by_layer = direction is Direction.SCATTER
+        after = self._copier.mark()
+        copy = Copy(direction, rows, slab, tuple(slots), after, owner, by_layer=by_layer)
         taken = self._copies.submit(copy)
         self._counts["copies_dropped"] += not taken
         return taken
 
     def _end_copies(self, copies: list[Copy]) -> None:
+        for copy in self._copies.launched():
+            if not copy.owner.reported:
+                self._report_load(copy.owner, copy.owner.blocks, copy.layers)
         for copy in copies:
             self._counts["copies_failed"] += bool(copy.error)
             if isinstance(copy.owner, Loading):
-                self._end_load(copy.owner, 0 if copy.error else copy.owner.blocks)
+                if not copy.owner.reported:
+                    self._report_load(copy.owner, 0 if copy.error else copy.owner.blocks)
+                self._end_load(copy.owner)
             else:
                 self._end_save(copy.owner, copied=not copy.error)
 

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from kvstore.engine.hooks import LayerArrival
+
 
 class StepRow:
     """One request's share of a step.
@@ -74,7 +76,10 @@ class AttentionPlan:
         page_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        arriving: Sequence[Sequence[LayerArrival]] = (),
     ) -> None:
+        """arriving: loads still running, each by layer."""
+        self._arriving = arriving
         self._dtype = dtype
         self._device = device
         self._page_tokens = page_tokens
@@ -135,6 +140,11 @@ class AttentionPlan:
             kv_len=kv_len,
             mask=mask,
         )
+
+    def begin_layer(self, index: int) -> None:
+        """Before anything of this layer's pool is read or written."""
+        for layers in self._arriving:
+            layers[index].order()
 
     def write(self, layer_pool: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Put k and v [tokens, kv_heads, head_dim] into their pages.

@@ -9,7 +9,8 @@ Life of a request, seen from here:
    again, start nobody on my account"; the engine keeps the request waiting and runs others. HIT
    means that `blocks` blocks from `first_block` on lie in L2 under lease, until `load` or `abort`.
 2. The engine takes pages for them and calls `load`; the pages are the connector's until the
-   `Loaded` event. `Loaded.blocks` may be fewer than asked for: the engine computes the rest.
+   `Loaded` event. `Loaded.blocks` may be fewer than asked for: the engine computes the rest, each
+   layer after that layer of the load.
 3. As blocks fill, `save`. The pages must stay as they are until the `Saved` event with the same
    `save_id`: the engine keeps a reference on each until then.
 4. `abort` when the request ends early (also between match and load). Each `load` and `save` still
@@ -34,12 +35,28 @@ class HookMatch:
     tiers: tuple[str, ...] = ()
 
 
+class LayerArrival(Protocol):
+    """One layer of a load that is on its way into its pages."""
+
+    def order(self) -> None:
+        """Have what this thread queues on its device from here on run after this layer is there.
+
+        Does not wait where a device can: the layer's copy runs under the computing of earlier ones.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class Loaded:
-    """The first `blocks` blocks of a load lie in their pages; the copy has ended."""
+    """The first `blocks` blocks of a load lie in their pages.
+
+    layers: one for each layer of the model, where the copy is still running on the device: whoever
+    reads or writes these pages in layer i calls `layers[i].order()` first. Empty: it has ended.
+    """
 
     request_id: str
     blocks: int
+    layers: Sequence[LayerArrival] = field(default=(), compare=False)
 
 
 @dataclass(slots=True)

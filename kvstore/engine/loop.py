@@ -18,7 +18,7 @@ import torch
 
 from kvstore.engine.attention import StepRow
 from kvstore.engine.cache import PrefixCache
-from kvstore.engine.hooks import KVHooks, NoHooks
+from kvstore.engine.hooks import KVHooks, LayerArrival, NoHooks
 from kvstore.engine.request import (
     Job,
     Limits,
@@ -49,6 +49,10 @@ class StepRunner(Protocol):
     def loras(self) -> dict[str, Any]: ...
 
     def step(self, rows: Sequence[StepRow]) -> Any: ...
+
+    def expect(self, layers: Sequence[LayerArrival]) -> None:
+        """The next step computes layer i after layers[i]."""
+        ...
 
 
 class Engine:
@@ -208,6 +212,8 @@ class Engine:
             self.scheduler.loaded(load, blocks)
 
     def _compute(self, plan: list[Slice]) -> None:
+        for layers in self.transfers.take_arriving():
+            self.runner.expect(layers)
         logits = torch.as_tensor(self.runner.step([self._row(part) for part in plan]))
         self.counts["steps"] += 1
         ready: list[int] = []

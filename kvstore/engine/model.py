@@ -88,6 +88,7 @@ class Transformer:
         cos, sin = self.rope.at(positions)
         x = F.embedding(ids, self.embedding)
         for index, layer in enumerate(self.layers):
+            plan.begin_layer(index)
             normed = F.rms_norm(x, (config.hidden,), layer.input_norm, eps)
             x = x + self._attend(index, layer, normed, cos, sin, pool[index], plan, lora)
             normed = F.rms_norm(x, (config.hidden,), layer.mlp_norm, eps)

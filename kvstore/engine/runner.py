@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvstore.engine.attention import AttentionPlan, StepRow
+from kvstore.engine.hooks import LayerArrival
 from kvstore.engine.loader import LoadedModel
 from kvstore.engine.lora import LoraAdapter, LoraSegment
 from kvstore.errors import ConfigError
@@ -55,6 +56,7 @@ class Runner:
                 f"which {self.model.device} does not have; fewer num_pages would be right"
             ) from error
         self._adapters: dict[str, LoraAdapter] = {}
+        self._arriving: list[Sequence[LayerArrival]] = []
 
     def add_lora(self, name: str, adapter: LoraAdapter) -> None:
         """Let rows name this adapter.
@@ -73,6 +75,11 @@ class Runner:
         """The adapters rows may name."""
         return dict(self._adapters)
 
+    def expect(self, layers: Sequence[LayerArrival]) -> None:
+        """KV on its way into the pool, layer by layer: the next step's layer i runs after it."""
+        assert len(layers) == self.loaded.config.layers, f"{len(layers)} layers arrive"
+        self._arriving.append(layers)
+
     def step(self, rows: Sequence[StepRow]) -> torch.Tensor:
         """Compute the rows' new tokens: their K and V into their pages.
 
@@ -83,7 +90,10 @@ class Runner:
         for row in rows:
             self._check(row)
         with torch.no_grad():
-            plan = AttentionPlan(rows, self.page_tokens, self.model.dtype, self.model.device)
+            arriving, self._arriving = self._arriving, []
+            plan = AttentionPlan(
+                rows, self.page_tokens, self.model.dtype, self.model.device, arriving
+            )
             ids = np.concatenate([row.tokens for row in rows]).astype(np.int64)
             assert ids.min() >= 0, "token id below 0"
             assert ids.max() < config.vocab, "token id outside the vocabulary"

@@ -7,12 +7,13 @@ held here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvstore.engine.cache import PrefixCache
-from kvstore.engine.hooks import MISS, HookMatch, KVHooks, Loaded
+from kvstore.engine.hooks import MISS, HookMatch, KVHooks, LayerArrival, Loaded
 from kvstore.engine.request import Job
 from kvstore.verbs import Answer
 
@@ -55,6 +56,7 @@ class Transfers:
         self._loads: dict[str, LoadUnderWay] = {}
         self._saves: dict[int, SaveUnderWay] = {}
         self._hashes_loading: set[bytes] = set()
+        self._arriving: list[Sequence[LayerArrival]] = []
 
     @property
     def busy(self) -> bool:
@@ -154,6 +156,8 @@ class Transfers:
                 first = load.first_block
                 self._hashes_loading.difference_update(load.job.hashes[first : first + blocks])
                 ended.append((load, min(event.blocks, blocks)))
+                if event.layers:
+                    self._arriving.append(event.layers)
             else:
                 save = self._saves.pop(event.save_id)
                 self.save_pages -= len(save.pages)
@@ -161,3 +165,9 @@ class Transfers:
                 if event.blocks:
                     self.cache.tree.mark_stored(save.tokens, save.root, len(save.tokens))
         return ended
+
+    def take_arriving(self) -> list[Sequence[LayerArrival]]:
+        """Loads whose layers the next step must wait for, whoever its rows are: pages of a request
+        that ended meanwhile may be another's by then."""
+        arriving, self._arriving = self._arriving, []
+        return arriving

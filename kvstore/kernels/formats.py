@@ -54,8 +54,8 @@ class BlockFormat:
         axes, vector = self.order[:-1], self.order[-1:]
         if sorted(axes) != sorted({"D": "LKTH", "C": "LTH"}.get(vector, "?")):
             raise ConfigError(
-                f"block order {self.order!r}: L, K, T, H in any order, then D, or L, T, H, then C, "
-                f"is right, such as {LAYOUT_REFERENCE!r} or 'LHTC'"
+                f"block layout {self.order!r}: L, K, T, H in any order, then D, is right, or L, T, "
+                f"H in any order, then C, such as {LAYOUT_REFERENCE!r} or 'LHTC'"
             )
         if self.storage not in STORAGES:
             raise ConfigError(f"block storage {self.storage!r}; one of {STORAGES} is right")
@@ -182,8 +182,11 @@ def check_layout(namespace: Namespace, pool: PoolLayout) -> tuple[BlockFormat, i
     width_v = engine.head_dim if engine.head_dim_v is None else engine.head_dim_v
     together = pool.parts == 1
     held = "a single vector" if together else "K and V apart"
-    if together and "K" in form.order:
-        raise ConfigError(f"the namespace's layout is {namespace.layout!r}, but the KV is {held}")
+    if (together and "K" in form.order) or (engine.attention == "mla" and not together):
+        raise ConfigError(
+            f"the namespace's layout is {namespace.layout!r} of {engine.attention}, but the KV is "
+            f"{held}"
+        )
     in_pool = dtype_name(pool.dtype)
     if in_pool == "uint8" and DTYPE_BYTES[engine.dtype] == 1:
         in_pool = engine.dtype

@@ -42,18 +42,18 @@ class HostCopier:
         self._views: dict[int, list[np.ndarray]] = {}
 
     def gather(self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]) -> Event:
-        self._copy(pages, slots, None, into_slots=True)
+        self._copy(pages, slots, into_slots=True)
         return FINISHED
 
     def scatter(self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]) -> Event:
-        self._copy(pages, slots, None, into_slots=False)
+        self._copy(pages, slots, into_slots=False)
         return FINISHED
 
     def scatter_layers(
         self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]
     ) -> Sequence[Event]:
-        for layer in range(self._pool.layers):
-            self._copy(pages, slots, layer, into_slots=False)
+        # All at once: nothing runs beside it that could begin with the first layers.
+        self.scatter(pages, slots)
         return [FINISHED] * self._pool.layers
 
     def mark(self) -> Event:
@@ -69,12 +69,11 @@ class HostCopier:
         self,
         pages: Sequence[Sequence[int]],
         slots: Sequence[memoryview],
-        layer: int | None,
         *,
         into_slots: bool,
     ) -> None:
         table = self._plans.page_table(pages, slots)
-        plan = self._plans.of(table.shape[1], layer)
+        plan = self._plans.of(table.shape[1])
         copy = {"plain": _copy_plain, "planes": _copy_planes, "int8": self._copy_int8}[plan.storage]
         for block_pages, slot in zip(table, slots, strict=True):
             for row, in_pool in zip(plan.rows, self._pool_views(plan), strict=True):

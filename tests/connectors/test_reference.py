@@ -14,10 +14,11 @@ from manual_store import ManualClock, ManualStore
 
 from kvstore.blocks import Namespace
 from kvstore.connectors.attempts import MISS_KEPT_MS, ROUND_TRIP_MS, Attempts
-from kvstore.connectors.base import GuardedStore, check_pool
+from kvstore.connectors.base import GuardedStore
 from kvstore.connectors.reference import SAVES_MAX, ReferenceHooks
 from kvstore.engine.hooks import HookEvent, HookMatch, Loaded, Saved
 from kvstore.errors import ConfigError
+from kvstore.kernels import PoolLayout, check_layout
 from kvstore.tiers.policies.prefetch import BestEffort, Timeout, WaitComplete
 from kvstore.verbs import Answer, Load, Match, Save
 
@@ -557,7 +558,7 @@ def test_verbs_after_close_miss(rigs: Any) -> None:
         ({"head_dim": 8}, "head_dim is 8"),
         ({"dtype": "bfloat16"}, "dtype is bfloat16"),
         ({"block_tokens": 3}, "block_tokens is 3"),
-        ({"layout": "LKHTD"}, "layout"),
+        ({"layout": "LKHXD"}, "layout"),
         ({"attention": "mla", "head_dim_v": 0}, "mla"),
     ],
     ids=str,
@@ -565,9 +566,10 @@ def test_verbs_after_close_miss(rigs: Any) -> None:
 def test_a_namespace_of_another_model_is_refused(change: dict[str, Any], text: str) -> None:
     pool = torch.zeros(2, 2, 3, PAGE_TOKENS, 1, 4)
     with pytest.raises(ConfigError, match=text):
-        check_pool(replace(NAMESPACE, **change), pool, PAGE_TOKENS)
+        check_layout(replace(NAMESPACE, **change), PoolLayout.reference(pool))
 
 
 def test_pages_per_block() -> None:
     pool = torch.zeros(2, 2, 3, PAGE_TOKENS, 1, 4)
-    assert check_pool(NAMESPACE, pool, PAGE_TOKENS) == 2
+    _, pages_per_block = check_layout(NAMESPACE, PoolLayout.reference(pool))
+    assert pages_per_block == 2
