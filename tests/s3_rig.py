@@ -18,7 +18,8 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,9 +27,12 @@ import boto3
 from botocore.config import Config as BotoConfig
 from botocore.exceptions import BotoCoreError, ClientError
 
+from kvstore.blocks import Key
 from kvstore.errors import KVStoreError
+from kvstore.testing.frames import FrameBuffer
 from kvstore.testing.processes import free_port
 from kvstore.tiers import s3
+from kvstore.tiers.base import Tier
 from kvstore.tiers.s3.tier import S3Tier
 
 ACCESS_KEY: Final = "kvstoretest"
@@ -174,9 +178,10 @@ class S3Server:
             for name in self.names(bucket, prefix)
         }
 
-    def config(self, bucket: str, **changed: Any) -> s3.Config:
-        """A tier's configuration for one of the buckets, with short waits."""
-        values: dict[str, Any] = {
+    def values(self, bucket: str, **changed: Any) -> dict[str, Any]:
+        """A tier's configuration for one of the buckets, as a table: a short linger, and no round
+        of the keeper but the first, unless changed."""
+        return {
             "bucket": bucket,
             "endpoint": self.endpoint,
             "region": "us-east-1",
@@ -189,7 +194,10 @@ class S3Server:
             "shards": 2,
             **changed,
         }
-        return s3.Config(**values)
+
+    def config(self, bucket: str, **changed: Any) -> s3.Config:
+        """The same, checked."""
+        return s3.Config(**self.values(bucket, **changed))
 
     def open(self, bucket: str, **changed: Any) -> S3Tier:
         """A tier on one of the buckets."""
@@ -210,21 +218,56 @@ def running_server() -> Iterator[S3Server]:
             server.stop()
 
 
-class FaultProxy:
-    """A TCP proxy in front of a service that spoils what passes, by `mode`:
+def write_together(tier: Tier, keys: list[Key], nbytes: int = 50_000) -> None:
+    """All keys at once, a thread for each."""
+    start = threading.Barrier(len(keys))
 
-    "": nothing; "hang": replies do not come; "cut": a reply ends after `cut_bytes`; "reset":
-    connections are closed at once; "reply": `canned` is the reply to every request.
-    `only`: the fault strikes requests that begin with this ("GET", "PUT ", ...).
+    def write(key: Key) -> None:
+        frame = FrameBuffer(nbytes).fill(key, nbytes)
+        start.wait(60)
+        tier.write(*frame)
+
+    with ThreadPoolExecutor(len(keys)) as pool:
+        list(pool.map(write, keys))
+
+
+def held(tier: Tier, buffer: FrameBuffer, keys: list[Key]) -> list[Key]:
+    """The keys that `contains` names, each read and compared."""
+    found = []
+    for key, has in zip(keys, tier.contains(keys), strict=True):
+        length = tier.read(key, buffer.header, buffer.payload)
+        assert bool(length) == has
+        if has:
+            assert buffer.version_of(key, length) == 0
+            found.append(key)
+    return found
+
+
+class FaultProxy:
+    """A TCP proxy in front of a service, that spoils what passes while `mode` is one of
+
+    "hang"    replies do not come
+    "reset"   connections are closed at once
+    "reply"   `canned` is the reply, once the whole request was received
+    "early"   `canned` is the reply, and the rest of the request is not received
+    "lose"    the request arrives, and its reply does not
+    "cut"     the reply ends after `at` bytes
+    "flip"    one bit of the reply's byte `at` is another
+    "drip"    the reply comes slowly, piece by piece
+
+    `having`: the fault strikes only requests whose head contains this.
     """
+
+    METHODS = (b"GET ", b"PUT ", b"HEAD ", b"POST ", b"DELETE ")
 
     def __init__(self, port: int) -> None:
         self._target = ("127.0.0.1", port)
         self.mode = ""
-        self.only = b""
-        self.cut_bytes = 20_000
+        self.having = b""
+        self.at = 20_000
         self.canned = b""
-        self.struck = 0
+        self.heads: list[bytes] = []
+        """The head of every request so far."""
         self._stopping = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -232,18 +275,31 @@ class FaultProxy:
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def canned_error(self, status: str, code: str) -> None:
-        """Answer everything with an S3 error."""
+    def strike(self, mode: str, having: bytes = b"") -> None:
+        """Spoil from the next request on; "" to stop."""
+        self.having, self.mode = having, mode
+
+    def answer(self, status: str, code: str, *, having: bytes = b"", mode: str = "reply") -> None:
+        """Answer with an S3 error from the next request on."""
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code></Error>".encode()
         head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         self.canned = head.encode() + body
-        self.mode = "reply"
+        self.strike(mode, having)
 
     def close(self) -> None:
+        """Stop listening, and hang up on everybody."""
         self._stopping.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Close every connection there is."""
         for sock in self._sockets:
-            sock.close()
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._sockets.clear()
 
     def __enter__(self) -> FaultProxy:
         return self
@@ -261,64 +317,79 @@ class FaultProxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        """One connection: a request is told from the next by the pause between reply and it."""
+        """One connection. A request follows only after the reply to the one before it."""
+        now = {"mode": ""}
         try:
-            first = client.recv(PIECE_BYTES)
-            server: socket.socket | None = None
-            while first:
-                mode = self.mode if first.startswith(self.only) else ""
-                self.struck += bool(mode)
-                if mode == "hang":
-                    self._stopping.wait(60)
-                    break
-                if mode == "reset":
-                    break
-                if mode == "reply":
-                    self._swallow(client, first)
-                    client.sendall(self.canned)
-                    break
-                if server is None:
-                    server = socket.create_connection(self._target)
-                    self._sockets.append(server)
-                    reply = threading.Thread(
-                        target=self._copy, args=(server, client, mode), daemon=True
-                    )
-                    reply.start()
-                server.sendall(first)
-                first = client.recv(PIECE_BYTES)
+            server = socket.create_connection(self._target)
+            self._sockets.append(server)
+            threading.Thread(target=self._reply, args=(server, client, now), daemon=True).start()
+            while piece := client.recv(PIECE_BYTES):
+                if piece.startswith(self.METHODS):
+                    head = piece.partition(b"\r\n\r\n")[0]
+                    self.heads.append(head)
+                    now["mode"] = self.mode if self.having in head else ""
+                    if now["mode"] in ("hang", "reset", "reply", "early"):
+                        self._refuse(client, piece, now["mode"])
+                        break
+                server.sendall(piece)
         except OSError:
             pass
         finally:
-            client.close()
+            for sock in (client, server):
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+                sock.close()
 
-    def _copy(self, server: socket.socket, client: socket.socket, mode: str) -> None:
-        left = self.cut_bytes
+    def _refuse(self, client: socket.socket, first: bytes, mode: str) -> None:
+        if mode == "hang":
+            self._stopping.wait(60)
+        if mode == "reply":
+            self._swallow(client, first)
+        if mode in ("reply", "early"):
+            client.sendall(self.canned)
+
+    def _reply(self, server: socket.socket, client: socket.socket, now: dict[str, str]) -> None:
+        """Pass replies on, as the mode of the request before them says."""
+        passed = 0
         try:
             while piece := server.recv(PIECE_BYTES):
-                if mode == "cut":
-                    piece, left = piece[:left], left - len(piece)
-                client.sendall(piece)
-                if mode == "cut" and left <= 0:
+                mode = now["mode"]
+                if mode == "lose":
                     break
+                if mode == "flip" and passed <= self.at < passed + len(piece):
+                    spoilt = bytearray(piece)
+                    spoilt[self.at - passed] ^= 4
+                    piece = bytes(spoilt)
+                if mode == "cut" and passed + len(piece) > self.at:
+                    client.sendall(piece[: max(0, self.at - passed)])
+                    break
+                if mode == "drip":
+                    for at in range(0, len(piece), 512):
+                        client.sendall(piece[at : at + 512])
+                        time.sleep(0.02)
+                else:
+                    client.sendall(piece)
+                passed += len(piece)
+                if not mode:
+                    passed = 0
         except OSError:
             pass
         finally:
             for sock in (server, client):
-                try:
+                with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
 
     def _swallow(self, client: socket.socket, first: bytes) -> None:
-        """Take the whole request, so that the canned reply is not lost in a reset."""
+        """Receive the whole request, so that the reply to it is not lost in a reset."""
         head, _, rest = first.partition(b"\r\n\r\n")
         length = 0
         for line in head.split(b"\r\n"):
             name, _, value = line.partition(b":")
             if name.lower() == b"content-length":
                 length = int(value)
-        while len(rest) < length:
+        received = len(rest)
+        while received < length:
             piece = client.recv(PIECE_BYTES)
             if not piece:
                 return
-            rest += piece
+            received += len(piece)

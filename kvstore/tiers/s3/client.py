@@ -94,7 +94,10 @@ class Client:
             url = self._base_url(bucket, endpoint, path_style)
             ca_file = self._session._session.get_config_variable("ca_bundle")
         except (BotoCoreError, ValueError) as error:
-            raise ConfigError(f"the S3 tier cannot be set up: {error}") from None
+            why = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"the S3 tier's bucket {bucket!r} cannot be asked for: {why}"
+            ) from None
         self.where = f"bucket {bucket!r} at {url.netloc}"
         self._base = url.path.rstrip("/") + "/"
         self._root = f"{url.scheme}://{url.netloc}"
@@ -135,11 +138,20 @@ class Client:
 
     # ------------------------------------------------------------------ requests
 
-    def get(self, name: str, first: int | None, last: int, into: Sequence[memoryview] = ()) -> Got:
+    def get(
+        self,
+        name: str,
+        first: int | None,
+        last: int,
+        into: Sequence[memoryview] = (),
+        *,
+        of_bytes: int = 0,
+    ) -> Got:
         """Bytes `first` to `last` (both included); with `first` None the last `last` bytes.
 
-        into: buffers for exactly these bytes; without, they are in `body`. Raises faults.Missing,
-        faults.Invalid when the object has not so many bytes, TierUnavailable, TierError.
+        into: buffers for exactly these bytes; without, they are in `body`. of_bytes: the length
+        the whole object should have, if known. Raises faults.Missing, faults.Invalid when the
+        object is not as it should be, TierUnavailable, TierError.
         """
         wanted = "bytes=" + (f"-{last}" if first is None else f"{first}-{last}")
         reply = self._exchange("GET", name, headers={"Range": wanted}, into=into)
@@ -150,6 +162,8 @@ class Client:
         total = reply.nbytes
         if reply.status == 206:
             total = int(reply.headers.get("content-range", "").rpartition("/")[2] or 0)
+        if of_bytes and total != of_bytes:
+            raise self._counted(faults.Invalid(f"{name} is another object than was known"))
         if into and reply.body:
             raise self._counted(faults.Invalid(f"{name} has not the bytes that were asked for"))
         etag = reply.headers.get("etag", "")

@@ -1,6 +1,6 @@
 """What can go wrong with a request, in the words of the tier contract.
 
-Everything foreign (sockets, TLS, HTTP, the service's error codes, botocore's) becomes one of four
+Everything foreign (sockets, TLS, HTTP, the service's error codes, botocore's) becomes one of a few
 exceptions here, each with a kind that is counted. None of them repeats what the service said in
 prose: some services put keys and signatures there.
 """
@@ -15,7 +15,7 @@ from typing import Final
 
 from botocore.exceptions import BotoCoreError
 
-from kvstore.errors import TierError, TierUnavailable
+from kvstore.errors import TierError, TierFull, TierUnavailable
 
 KINDS: Final = (
     "connect",
@@ -26,6 +26,7 @@ KINDS: Final = (
     "server",
     "credentials",
     "bucket",
+    "full",
     "request",
     "missing",
     "invalid",
@@ -39,6 +40,7 @@ _CREDENTIALS = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefresh
 _CREDENTIALS |= frozenset({"InvalidToken", "InvalidAccessKeyId", "AuthorizationHeaderMalformed"})
 _BUCKET = frozenset({"NoSuchBucket", "InvalidBucketName", "PermanentRedirect"})
 _BUCKET |= frozenset({"TemporaryRedirect", "AllAccessDisabled"})
+_FULL = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
 _LATER = frozenset({"RequestTimeout", "OperationAborted", "ConditionalRequestConflict"})
 
 
@@ -54,6 +56,12 @@ class Refused(TierError):
     """This request can never succeed."""
 
     kind = "request"
+
+
+class Full(TierFull):
+    """The service has no room."""
+
+    kind = "full"
 
 
 class Missing(Exception):
@@ -80,11 +88,13 @@ def code_of(body: bytes) -> str:
 
 def from_reply(
     status: int, body: bytes, headers: Mapping[str, str], what: str
-) -> Away | Refused | Missing | Exists:
+) -> Away | Full | Refused | Missing | Exists:
     """The exception for a reply that is no success."""
     code = code_of(body) or f"status {status}"
     if code in _SLOW or status == 429:
         return Away("slow_down", f"{what}: the service asks for fewer requests ({code})")
+    if code in _FULL or status == 507:
+        return Full(f"{what}: the service has no room ({code})")
     if status in (409, 412) and code not in _LATER:
         return Exists(code)
     if code in _BUCKET or status in (301, 307):

@@ -54,11 +54,10 @@ class Keeper:
         self._reserved_bytes = 0
         self._doomed: dict[str, Segment] = {}
         """Forgotten, and perhaps not yet removed from the bucket."""
-        self._removed: dict[str, int] = {}
-        """Names removed lately, and in which round: a listing may still show them."""
+        self._removed: set[str] = set()
+        """Names removed since this round began: its listing may still show them."""
         self._bad: dict[str, str] = {}
         """Names of objects that are no segments, with their ETags: not read again each round."""
-        self._round = 0
         self._fresh = threading.Event()
         self._stopping = threading.Event()
         self._counts = dict.fromkeys(
@@ -157,7 +156,7 @@ class Keeper:
             if known.identity == segment.identity:
                 return
             self._catalog.drop(known)
-        self._removed.pop(segment.name, None)
+        self._removed.discard(segment.name)
         if len(self._catalog.segments) >= MAX_SEGMENTS:
             raise TierFull(f"there are {MAX_SEGMENTS} segments, the most that can be known")
         self._catalog.add(segment)
@@ -168,7 +167,7 @@ class Keeper:
         doom: it will be removed from the bucket; False: it is no longer there.
         """
         lost = self._catalog.drop(segment)
-        self._removed[segment.name] = self._round
+        self._removed.add(segment.name)
         if doom:
             self._doomed[segment.name] = segment
         return lost
@@ -186,6 +185,7 @@ class Keeper:
     def _remove(self, segment: Segment) -> None:
         self._objects.remove(segment)
         with self._lock:
+            self._removed.add(segment.name)
             if self._doomed.get(segment.name) is segment:
                 del self._doomed[segment.name]
 
@@ -231,11 +231,8 @@ class Keeper:
         """One round: learn, then collect. Raises TierUnavailable, TierError."""
         with self._turn:
             with self._lock:
-                self._round += 1
                 known_until = self._catalog.serial
-                self._removed = {
-                    name: seen for name, seen in self._removed.items() if seen >= self._round - 1
-                }
+                self._removed.clear()
             listing = self._objects.listing()
             self._compare(listing, known_until)
             self._learn_graves(listing)
@@ -254,7 +251,7 @@ class Keeper:
                         self._counts["vanished"] += self.forget(segment, doom=False)
                 elif listed.nbytes != segment.nbytes or listed.etag != segment.etag:
                     self._counts["vanished"] += self.forget(segment, doom=False)
-                    del self._removed[segment.name]
+                    self._removed.discard(segment.name)
                 else:
                     segment.modified_s = listed.modified_s
                     graves = listing.graves.get(segment.name, [])

@@ -110,9 +110,9 @@ class Objects:
         guess = min(layout.FOOTER_GUESS_BYTES, listed.nbytes)
         if guess < layout.TRAILER_BYTES:
             raise Invalid("shorter than a trailer")
-        got = self.client.get(listed.name, None, guess)
-        if got.total_bytes != listed.nbytes or len(got.body) != guess:
-            raise Invalid("not the object that was listed")
+        got = self.client.get(listed.name, None, guess, of_bytes=listed.nbytes)
+        if len(got.body) != guess:
+            raise Invalid("not the bytes that were asked for")
         wanted = layout.footer_bytes(got.body, listed.nbytes)
         if wanted > layout.MAX_FOOTER_BYTES:
             raise Invalid(f"a footer of {wanted} bytes")
@@ -129,9 +129,7 @@ class Objects:
         """Fill the buffers with a frame. Raises Missing, Invalid, TierUnavailable."""
         first = page * PAGE_BYTES
         last = first + len(header) + len(payload) - 1
-        got = self.client.get(segment.name, first, last, [header, payload])
-        if got.total_bytes != segment.nbytes:
-            raise Invalid(f"{segment.name} is another object than was known")
+        self.client.get(segment.name, first, last, [header, payload], of_bytes=segment.nbytes)
 
     def remove(self, segment: Segment) -> None:
         """Remove a segment, unless its name means another one by this time, and its graves.
