@@ -52,6 +52,10 @@ FOREIGN_WORDS = {
     '"chu' 'nked"': "HTTP's transfer encoding",
     "chu" "nk_size": "argument of HTTP clients",
     "iter_chu" "nks": "method of botocore",
+    "chu" "nk_ids": "argument of vLLM's offloading",
+    "num_chu" "nks": "attribute of vLLM's offloading",
+    "blocks_per_chu" "nk": "option of vLLM's offloading",
+    "kv_bytes_per_chu" "nk": "argument of vLLM's offloading",
 }  # fmt: skip
 
 

@@ -41,6 +41,17 @@ def revision_of(vllm_config: Any) -> str:
     return f"{weights}-{config_digest(model)}"
 
 
+def fingerprint_of_name(name: str) -> tuple[str, str]:
+    """(id, revision) of a model of which only the name is known: a hub's id has no revision here,
+    a local folder's is that of its files."""
+    path = Path(name)
+    if not path.exists():
+        return name, ""
+    config = path / "config.json"
+    digest = hashlib.sha256(config.read_bytes() if config.exists() else b"").hexdigest()[:8]
+    return path.name, f"{fingerprint(path)}-{digest}"
+
+
 def fingerprint(path: Path) -> str:
     """16 hex digits: names, sizes and samples of the files of weights in a folder (or of one)."""
     files = [path] if path.is_file() else sorted(path.iterdir())

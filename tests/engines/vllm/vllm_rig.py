@@ -35,7 +35,7 @@ def environment() -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     return {
         **inherited,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}:{HERE}",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -180,6 +180,28 @@ def connector(socket: str, **extra: Any) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"socket": socket, **extra},
     }
+
+
+def tier(host_bytes: int, *tiers: dict[str, Any], **extra: Any) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` with its own tiering over these secondary tiers."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "cpu_offloading",
+            "cpu_bytes_to_use": host_bytes,
+            "secondary_tiers": list(tiers),
+            **extra,
+        },
+    }
+
+
+def our_tier(socket: str, **table: Any) -> dict[str, Any]:
+    """The table of `KVStoreTier` over a sidecar."""
+    where = {"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm"}
+    return {**where, "socket": socket, **table}
 
 
 def tokens(seed: int, count: int) -> list[int]:

@@ -1,0 +1,143 @@
+"""What a tier knows of the keys that waiting requests ask for: never asked twice in one step, never
+waited for.
+
+vLLM asks key by key and wants an answer at once; the store answers runs, a moment later. So the
+keys of a step are gathered, sent at its end as runs, and PENDING until their answer has come. A
+verdict is kept as long as a request that asked for it lives: a request that goes on waiting must
+not be told MISS, then HIT. A key that said HIT and could not be loaded is MISS from then on, else
+vLLM would ask and load for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvstore.connectors.base import GuardedStore
+from kvstore.verbs import Answer, Match
+
+SUFFIX_KEYS_MAX: Final = 256
+"""Keys asked for one by one in one step, of a group that is looked up from its end; more are
+MISS."""
+KEYS_MAX: Final = 1 << 16
+"""Keys known at once; further ones are MISS."""
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """One key: its verdict, and the requests that wait for it or go by it."""
+
+    answer: Answer = Answer.PENDING
+    requests: set[str] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
+class Question:
+    """A run of keys under way."""
+
+    keys: Sequence[bytes]
+    ticket: Match
+    asked_s: float
+
+
+class Lookups:
+    """One tier's. Every call comes from the scheduler's thread.
+
+    deadline_ms: an answer that takes longer is MISS.
+    """
+
+    def __init__(
+        self, store: GuardedStore, *, deadline_ms: float, clock: Callable[[], float]
+    ) -> None:
+        self._store = store
+        self._deadline_ms = deadline_ms
+        self._clock = clock
+        self._keys: dict[bytes, Asked] = {}
+        self._of_request: dict[str, set[bytes]] = {}
+        self._batch: dict[tuple[str, int], list[tuple[int, bytes]]] = {}
+        self._questions: list[Question] = []
+        self.counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def lookup(self, key: bytes, request_id: str, group: int, position: int) -> Answer:
+        """HIT, MISS, or PENDING: ask again next step.
+
+        group, position: of the key in its request; keys of one group are asked as runs by position.
+        """
+        known = self._keys.get(key)
+        if known is None:
+            if len(self._keys) >= KEYS_MAX:
+                self.counts["lookups_refused"] += 1
+                return Answer.MISS
+            known = self._keys[key] = Asked()
+            self._batch.setdefault((request_id, group), []).append((position, key))
+        known.requests.add(request_id)
+        self._of_request.setdefault(request_id, set()).add(key)
+        return known.answer
+
+    def send(self) -> None:
+        """The end of a step: ask for what is new."""
+        batch, self._batch = self._batch, {}
+        for asked in batch.values():
+            # From the end on: a window of a sliding-window group; what precedes it may be absent.
+            if len(asked) > 1 and asked[0][0] > asked[1][0]:
+                self._send_alone([key for _, key in asked])
+            else:
+                self._send([key for _, key in sorted(asked)])
+
+    def take_in(self) -> None:
+        """Take in the answers that have come, and give up those that take too long."""
+        now_s = self._clock()
+        waiting = []
+        for question in self._questions:
+            late = (now_s - question.asked_s) * 1e3 >= self._deadline_ms
+            if not question.ticket.done and not late:
+                waiting.append(question)
+                continue
+            self.counts["lookups_past_deadline"] += not question.ticket.done
+            run = len(question.ticket.tiers)
+            self._settle(question.keys[:run], Answer.HIT)
+            self._settle(question.keys[run:], Answer.MISS)
+        self._questions = waiting
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """These could not be loaded: MISS for every request that lives."""
+        for key in keys:
+            known = self._keys.get(key)
+            if known is not None:
+                known.answer = Answer.MISS
+
+    def request_finished(self, request_id: str) -> None:
+        """Drop what only this request asked for."""
+        for key in self._of_request.pop(request_id, ()):
+            known = self._keys[key]
+            known.requests.discard(request_id)
+            if not known.requests:
+                del self._keys[key]
+        for asked in [asked for asked in self._batch if asked[0] == request_id]:
+            # Others may wait for these by now.
+            self._send([key for _, key in sorted(self._batch.pop(asked)) if key in self._keys])
+
+    def _send_alone(self, keys: Sequence[bytes]) -> None:
+        self._settle(keys[SUFFIX_KEYS_MAX:], Answer.MISS)
+        for key in keys[:SUFFIX_KEYS_MAX]:
+            self._send([key])
+
+    def _send(self, keys: Sequence[bytes]) -> None:
+        if not keys:
+            return
+        ticket = self._store.match(keys)
+        if ticket is None:
+            self._settle(keys, Answer.MISS)
+        else:
+            self._questions.append(Question(keys, ticket, self._clock()))
+
+    def _settle(self, keys: Sequence[bytes], answer: Answer) -> None:
+        for key in keys:
+            known = self._keys.get(key)
+            if known is not None and known.answer is Answer.PENDING:
+                known.answer = answer
