@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,14 @@ def file_bytes(directory: Path) -> int:
     return sum(max(4096, path.stat().st_size) for path in directory.iterdir())
 
 
-def open_disk(directory: Path, files: Files | None = None, **changed: Any) -> Tier:
+def open_disk(
+    directory: Path,
+    files: Files | None = None,
+    clock: Callable[[], float] = time.time,
+    **changed: Any,
+) -> Tier:
     values: dict[str, Any] = {"capacity": 8 * MIB, **changed}
-    return disk.open(disk.Config(directory=str(directory), **values), files=files)
+    return disk.open(disk.Config(directory=str(directory), **values), files=files, clock=clock)
 
 
 def left_by_a_kill(directory: Path, copy: Path) -> Path:
@@ -73,28 +80,41 @@ def flip(path: Path, at: int, bit: int = 1) -> None:
 
 
 class FaultyFiles(Files):
-    """Raises `error` at the calls named; may move less than asked."""
+    """Raises `error` at the calls named; may move less than asked.
 
-    def __init__(self) -> None:
+    only: a directory whose files fail; the others go well.
+    """
+
+    def __init__(self, only: Path | None = None) -> None:
         super().__init__()
         self.failing: dict[str, int] = {}
         self.room_bytes = 1 << 60
         self.short = 0
+        self.only = str(only or "")
 
-    def _fail(self, call: str) -> None:
-        if call in self.failing:
+    def _fail(self, call: str, where: int | str) -> None:
+        path = where if isinstance(where, str) else os.readlink(f"/proc/self/fd/{where}")
+        if call in self.failing and path.startswith(self.only):
             raise OSError(self.failing[call], os.strerror(self.failing[call]))
 
+    def create(self, path: str, nbytes: int) -> int:
+        self._fail("create", path)
+        return super().create(path, nbytes)
+
+    def open(self, path: str, *, writable: bool = True) -> int:
+        self._fail("open", path)
+        return super().open(path, writable=writable)
+
     def read_at(self, fd: int, views: list[memoryview], offset: int) -> int:
-        self._fail("read")
+        self._fail("read", fd)
         return super().read_at(fd, views, offset)
 
     def write_at(self, fd: int, views: list[memoryview], offset: int) -> None:
-        self._fail("write")
+        self._fail("write", fd)
         super().write_at(fd, views, offset)
 
     def sync(self, fd: int) -> None:
-        self._fail("sync")
+        self._fail("sync", fd)
         super().sync(fd)
 
     def _allocate(self, fd: int, nbytes: int) -> None:

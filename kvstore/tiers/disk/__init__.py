@@ -23,6 +23,7 @@ from kvstore.tiers.disk.files import PAGE, Files
 from kvstore.tiers.disk.index import MAX_SEGMENT_PAGES
 from kvstore.tiers.disk.segment import MIN_SEGMENT_BYTES
 from kvstore.tiers.disk.shared import Limits
+from kvstore.tiers.disk.stripes import MAX_DIRECTORIES
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.policies.eviction import check_eviction
 from kvstore.units import format_bytes
@@ -48,7 +49,7 @@ class Config(Section):
     """The disk tier's part of the configuration."""
 
     name: str = "disk"
-    directory: Directories
+    directory: Directories = Field(min_length=1, max_length=MAX_DIRECTORIES)
     """A directory of its own, made if need be; nobody else's files are touched in it. A list:
     blocks are spread over all of them, and each takes the same part of the capacity."""
     capacity: Bytes = Field(ge=MIN_CAPACITY_BYTES)
@@ -69,7 +70,7 @@ class Config(Section):
 
 def directory_bytes(config: Config) -> int:
     """What each directory may take. Raises ConfigError when that is too little."""
-    each = config.capacity // max(1, len(config.directory))
+    each = config.capacity // len(config.directory)
     if each < MIN_CAPACITY_BYTES:
         raise ConfigError(
             f"capacity = {format_bytes(config.capacity)} of the disk tier over "

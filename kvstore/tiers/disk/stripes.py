@@ -96,9 +96,10 @@ class Stripes:
         if len(self.tables) == 1:
             return self.tables
         self._turn += 1
-        turn = self._turn % len(self.tables)
-        tables = self.tables[turn:] + self.tables[:turn]
-        return sorted(tables, key=lambda table: (not self.is_up(table), table.writes))
+        up = [table for table in self.tables if self.is_up(table)]
+        turn = self._turn % max(1, len(up))
+        first = sorted(up[turn:] + up[:turn], key=lambda table: table.writes)
+        return first + [table for table in self.tables if table not in first]
 
     def is_up(self, table: Table) -> bool:
         """Whether a directory may be asked. The caller holds the lock."""
@@ -216,11 +217,7 @@ class Stripes:
 
 
 def _check_different(directories: Sequence[str]) -> None:
-    """Raises ConfigError when there are none, too many, or two are the same."""
-    if not 1 <= len(directories) <= MAX_DIRECTORIES:
-        raise ConfigError(
-            f"{len(directories)} directories for the disk tier; 1 to {MAX_DIRECTORIES} are right"
-        )
+    """Raises ConfigError when two are the same."""
     seen: dict[str, str] = {}
     for directory in directories:
         place = os.path.realpath(directory)

@@ -1,0 +1,274 @@
+"""What leaves the disk tier, and when: time to live, orders of eviction; what was used last."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from disk_rig import MIB, file_bytes, flip, held, left_by_a_kill, open_disk, put, segment_files
+
+from kvstore.errors import ConfigError
+from kvstore.frame import checksum
+from kvstore.testing.frames import FrameBuffer, key_of
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk.files import Files
+from kvstore.tiers.policies.eviction import EVICTION_POLICIES
+
+TTL_S = 800.0
+
+
+class Clock:
+    """Seconds since 1970, as told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1.8e9
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def buffer() -> FrameBuffer:
+    return FrameBuffer(MIB)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def open_aging(directory: Path, clock: Callable[[], float], files: Files | None = None) -> Tier:
+    return open_disk(directory, files, clock, ttl=f"{TTL_S}s", segment=MIB, capacity=32 * MIB)
+
+
+# ---------------------------------------------------------------------- time to live
+
+
+def test_a_block_lives_as_long_as_it_may_and_no_longer(
+    directory: Path, buffer: FrameBuffer, clock: Clock
+) -> None:
+    """Never longer than the time to live, at most an eighth less, whatever call asks first."""
+    tier = open_aging(directory, clock)
+    born_s: dict[int, float] = {}
+    rng = random.Random(3)
+    for number in range(150):
+        put(tier, buffer, range(number, number + 1), 5000)
+        born_s[number] = clock.now_s
+        clock.now_s += rng.choice([1.0, 10.0, TTL_S / 8, TTL_S / 3])
+        for other, when_s in born_s.items():
+            age_s = clock.now_s - when_s
+            key = key_of(other)
+            if other % 2:
+                there = tier.contains([key])[0]
+            else:
+                there = tier.read(key, buffer.header, buffer.payload) > 0
+            assert not (there and age_s >= TTL_S), "served after its time"
+            assert there or age_s >= TTL_S * 7 / 8 - 0.01, f"gone after {age_s} s"
+    assert int(tier.stats()["expired"]) == tier.stats()["evictions"] > 100
+    tier.close()
+
+
+def test_expired_files_leave_the_disk_by_themselves(
+    directory: Path, buffer: FrameBuffer, clock: Clock
+) -> None:
+    class Telling(Files):
+        gone = threading.Event()
+
+        def unlink(self, path: str) -> None:
+            super().unlink(path)
+            self.gone.set()
+
+    files = Telling()
+    tier = open_aging(directory, clock, files)
+    keys = put(tier, buffer, range(3))
+    clock.now_s += TTL_S
+    assert tier.contains(keys) == [False] * 3
+    assert files.gone.wait(30)
+    assert list(tier.keys()) == []
+    tier.close()
+    assert segment_files(directory) == []
+
+
+def test_a_read_under_way_ends_well_when_its_block_expires(
+    directory: Path, buffer: FrameBuffer, clock: Clock
+) -> None:
+    class Late(Files):
+        def read_at(self, fd: int, views: list[memoryview], offset: int) -> int:
+            if len(views) == 2:
+                clock.now_s += TTL_S
+                assert tier.contains(keys) == [False]
+            return super().read_at(fd, views, offset)
+
+    tier = open_aging(directory, clock, Late())
+    keys = put(tier, buffer, range(1))
+    length = tier.read(keys[0], buffer.header, buffer.payload)
+    assert buffer.version_of(keys[0], length) == 0
+    assert tier.read(keys[0], buffer.header, buffer.payload) == 0
+    put(tier, buffer, range(1))
+    assert tier.contains(keys) == [True]
+    tier.close()
+    assert file_bytes(directory) == MIB + 4096
+
+
+def test_age_counts_while_the_tier_is_closed(
+    directory: Path, buffer: FrameBuffer, clock: Clock
+) -> None:
+    tier = open_aging(directory, clock)
+    old = put(tier, buffer, range(3))
+    clock.now_s += TTL_S / 2
+    new = put(tier, buffer, range(10, 13))
+    tier.close()
+    clock.now_s += TTL_S / 2
+    tier = open_aging(directory, clock)
+    assert tier.contains(old + new) == [False] * 3 + [True] * 3
+    tier.close()
+    assert len(segment_files(directory)) == 1
+    clock.now_s += TTL_S / 16
+    tier = open_aging(directory, clock)
+    put(tier, buffer, range(20, 21))
+    clock.now_s += TTL_S / 2
+    assert tier.contains([*new, key_of(20)]) == [False] * 3 + [True], "appended to an old segment"
+    tier.close()
+
+
+def test_a_clock_that_was_ahead_keeps_nothing_longer(
+    directory: Path, buffer: FrameBuffer, clock: Clock
+) -> None:
+    clock.now_s += 1e6
+    tier = open_aging(directory, clock)
+    keys = put(tier, buffer, range(3))
+    tier.close()
+    clock.now_s -= 1e6
+    tier = open_aging(directory, clock)
+    assert tier.contains(keys) == [True] * 3
+    clock.now_s += TTL_S
+    assert tier.contains(keys) == [False] * 3
+    tier.close()
+
+
+def test_files_that_say_no_age_count_from_their_last_write(
+    directory: Path, buffer: FrameBuffer, clock: Clock
+) -> None:
+    tier = open_disk(directory, clock=clock, segment=MIB)
+    keys = put(tier, buffer, range(3))
+    tier.close()
+    (segment,) = segment_files(directory)
+    with segment.open("r+b") as file:
+        page = bytearray(file.read(4096))
+        struct.pack_into("<Q", page, 48, 0)
+        struct.pack_into("<Q", page, 8, checksum(page[16:]))
+        file.seek(0)
+        file.write(page)
+    os.utime(segment, (clock.now_s, clock.now_s))
+    clock.now_s += TTL_S - 1
+    tier = open_aging(directory, clock)
+    assert held(tier, buffer, keys) == keys
+    clock.now_s += 1
+    assert tier.contains(keys) == [False] * 3
+    tier.close()
+
+
+def test_the_age_is_kept_when_the_first_page_is_damaged(
+    directory: Path, buffer: FrameBuffer, clock: Clock
+) -> None:
+    tier = open_aging(directory, clock)
+    keys = put(tier, buffer, range(3))
+    tier.close()
+    flip(segment_files(directory)[0], 50)
+    clock.now_s += TTL_S - 1
+    tier = open_aging(directory, clock)
+    assert held(tier, buffer, keys) == keys
+    clock.now_s += 1
+    assert tier.contains(keys) == [False] * 3
+    tier.close()
+
+
+# ---------------------------------------------------------------------- orders of eviction
+
+
+def test_an_unknown_order_is_refused(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="'lru'"):
+        open_disk(directory, eviction="lur")
+    assert not directory.exists()
+
+
+@pytest.mark.parametrize("name", EVICTION_POLICIES)
+def test_every_order_keeps_the_capacity_and_serves_what_is_right(
+    directory: Path, buffer: FrameBuffer, name: str
+) -> None:
+    rng = random.Random(5)
+    tier = open_disk(directory, capacity=4 * MIB, eviction=name)
+    for _ in range(300):
+        number = min(rng.randrange(300), rng.randrange(300))
+        key = key_of(number)
+        length = tier.read(key, buffer.header, buffer.payload)
+        if length:
+            assert buffer.version_of(key, length) == 0
+        else:
+            put(tier, buffer, range(number, number + 1))
+            assert tier.contains([key]) == [True]
+        assert file_bytes(directory) <= 4 * MIB
+    assert float(tier.stats()["evictions"]) > 15
+    tier.close()
+
+
+def test_the_order_of_eviction_is_the_one_asked_for(directory: Path, buffer: FrameBuffer) -> None:
+    """Least recently used, and S3-FIFO, which is blind to the order of uses: one read each."""
+    kept = {}
+    for name in ("lru", "s3fifo"):
+        tier = open_disk(directory / name, capacity=4 * MIB, segment=MIB // 2, eviction=name)
+        keys = put(tier, buffer, range(130))
+        assert all(tier.contains(keys))
+        tier.read(keys[0], buffer.header, buffer.payload)
+        put(tier, buffer, range(1000, 1060))
+        kept[name] = tier.contains([keys[0], keys[60]])
+        tier.close()
+    assert kept["lru"] == [True, False]
+    assert kept["s3fifo"] != kept["lru"]
+
+
+# ---------------------------------------------------------------------- usage
+
+
+def test_usage_tells_what_was_used_last_first(directory: Path, buffer: FrameBuffer) -> None:
+    tier = open_disk(directory, segment=MIB // 2)
+    keys = put(tier, buffer, range(100))
+    (first, taken), *_ = tier.usage()
+    assert taken == 4096 + 20_480
+    assert keys.index(first) > 75
+    tier.read(keys[30], buffer.header, buffer.payload)
+    listed = [key for key, _ in tier.usage()]
+    together = listed[: listed.index(keys[30]) + 1]
+    assert together == keys[keys.index(together[0]) : 31], "its segment, in the order written"
+    assert keys.index(listed[len(together) + 5]) < 45
+    assert sorted(listed) == sorted(keys)
+    tier.delete(keys[:10])
+    assert sorted(key for key, _ in tier.usage()) == sorted(keys[10:])
+    assert sum(nbytes for _, nbytes in tier.usage()) == 90 * taken
+    copy = left_by_a_kill(directory, directory.with_name("copy"))
+    tier.close()
+    for place in (directory, copy):
+        tier = open_disk(place, segment=MIB // 2)
+        assert sorted(key for key, _ in tier.usage()) == sorted(keys[10:])
+        tier.close()
+
+
+def test_listing_goes_on_while_segments_leave(directory: Path, buffer: FrameBuffer) -> None:
+    tier = open_disk(directory, capacity=4 * MIB, segment=MIB // 2)
+    put(tier, buffer, range(100))
+    listing = tier.usage()
+    seen = [next(listing)[0] for _ in range(5)]
+    put(tier, buffer, range(1000, 1150))
+    seen += [key for key, _ in listing]
+    assert len(set(seen)) == len(seen)
+    tier.close()
