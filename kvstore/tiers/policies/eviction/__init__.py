@@ -6,22 +6,35 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from typing import Any, Final
 
 from kvstore.errors import ConfigError
+from kvstore.tiers.policies.eviction.auto import Auto
 from kvstore.tiers.policies.eviction.base import EvictionPolicy
+from kvstore.tiers.policies.eviction.cost import Cost
+from kvstore.tiers.policies.eviction.lfu import LFU
 from kvstore.tiers.policies.eviction.lru import LRU
+from kvstore.tiers.policies.eviction.s3fifo import S3FIFO
 
 __all__ = ["EVICTION_POLICIES", "LRU", "EvictionPolicy", "check_eviction", "eviction_policy"]
 
-EVICTION_POLICIES: Final = ("lru",)
+_MAKE: Final[dict[str, Callable[[int], EvictionPolicy[Any]]]] = {
+    LRU.name: lambda capacity: LRU(),
+    LFU.name: LFU,
+    S3FIFO.name: S3FIFO,
+    Cost.name: Cost,
+    Auto.name: Auto,
+}
+
+EVICTION_POLICIES: Final = tuple(_MAKE)
 """Every name that `eviction_policy` knows."""
 
 
 def check_eviction(name: str) -> str:
     """The name itself; ConfigError with the nearest right name for an unknown one."""
-    if name not in EVICTION_POLICIES:
-        near = difflib.get_close_matches(name, EVICTION_POLICIES, n=1, cutoff=0.0)[0]
+    if name not in _MAKE:
+        near = difflib.get_close_matches(name, _MAKE, n=1, cutoff=0.0)[0]
         raise ConfigError(f"unknown eviction policy {name!r}; the nearest is {near!r}")
     return name
 
@@ -31,6 +44,5 @@ def eviction_policy(name: str, capacity: int) -> EvictionPolicy[Any]:
 
     Raises ConfigError with the nearest right name for an unknown one.
     """
-    check_eviction(name)
     assert capacity > 0
-    return LRU()
+    return _MAKE[check_eviction(name)](capacity)

@@ -20,9 +20,9 @@ class S3FIFO(Generic[K]):
     SOSP 2023).
 
     New keys queue in a small queue. Who was used at least twice there moves to the main queue when
-    its turn comes, others leave, and are remembered as ghosts (as many as the main queue may
-    hold); a ghost that returns goes to the main queue at once. The main queue gives every key one
-    more round for each use.
+    its turn comes; others leave, and their hashes are remembered as ghosts, as many as the main
+    queue may hold. A ghost that returns goes to the main queue at once. The main queue gives every
+    key one more round for each use.
 
     capacity: keys that the owner holds at most.
     """
@@ -35,7 +35,7 @@ class S3FIFO(Generic[K]):
         self._ghosts_max = max(1, capacity - self._small_max)
         self._small: OrderedDict[K, None] = OrderedDict()
         self._main: OrderedDict[K, None] = OrderedDict()
-        self._ghosts: OrderedDict[K, None] = OrderedDict()
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._uses: dict[K, int] = {}
 
     def asked(self, run: Sequence[K]) -> None:
@@ -44,8 +44,9 @@ class S3FIFO(Generic[K]):
     def inserted(self, key: K, nbytes: int = 1) -> None:
         assert key not in self._uses, "inserted twice"
         self._uses[key] = 0
-        if key in self._ghosts:
-            del self._ghosts[key]
+        ghost = hash(key)
+        if ghost in self._ghosts:
+            del self._ghosts[ghost]
             self._main[key] = None
         else:
             self._small[key] = None
@@ -59,7 +60,7 @@ class S3FIFO(Generic[K]):
             del self._main[key]
             return
         del self._small[key]
-        self._ghosts[key] = None
+        self._ghosts[hash(key)] = None
         if len(self._ghosts) > self._ghosts_max:
             self._ghosts.popitem(last=False)
 

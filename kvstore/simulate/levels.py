@@ -1,0 +1,73 @@
+"""One level of cache in a replay: keys, an order of eviction, counts. No bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from kvstore.tiers.policies.eviction import EvictionPolicy, eviction_policy
+
+
+class Level:
+    """A cache of `capacity_blocks` blocks; None: it never evicts.
+
+    A request's blocks are used from the last to the first, so that of equally old ones the first
+    stays longest; only then the level evicts what it holds too many (`trim`). It may so hold one
+    run more than its capacity for a moment, and a run longer than the capacity keeps its start.
+    """
+
+    def __init__(
+        self, capacity_blocks: int | None, eviction: str | EvictionPolicy[Any] = "lru"
+    ) -> None:
+        assert capacity_blocks is None or capacity_blocks > 0
+        self.capacity_blocks = capacity_blocks
+        self.evictions = 0
+        self._resident: set[Hashable] = set()
+        self._policy: EvictionPolicy[Any] | None = None
+        if capacity_blocks is not None:
+            self._policy = (
+                eviction_policy(eviction, capacity_blocks)
+                if isinstance(eviction, str)
+                else eviction
+            )
+
+    def __len__(self) -> int:
+        return len(self._resident)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._resident
+
+    def asked(self, run: Sequence[Hashable]) -> int:
+        """A request asks for the run; length of its leading part that is here."""
+        if self._policy is not None:
+            self._policy.asked(run)
+        resident = self._resident
+        return next((n for n, key in enumerate(run) if key not in resident), len(run))
+
+    def use(self, key: Hashable, nbytes: int = 1) -> bool:
+        """The block is here from now on, and was used; whether it is new."""
+        if key in self._resident:
+            if self._policy is not None:
+                self._policy.touched(key)
+            return False
+        self._resident.add(key)
+        if self._policy is not None:
+            self._policy.inserted(key, nbytes)
+        return True
+
+    def trim(self) -> list[Hashable]:
+        """Evict down to the capacity; returns what went, coldest first."""
+        gone: list[Hashable] = []
+        if self._policy is None or self.capacity_blocks is None:
+            return gone
+        while len(self._resident) > self.capacity_blocks:
+            key = next(iter(self._policy.victims()))
+            self._policy.removed(key)
+            self._resident.remove(key)
+            gone.append(key)
+        self.evictions += len(gone)
+        return gone
+
+    def stats(self) -> dict[str, int | float | str]:
+        """What the policy says of itself; nothing for a level that never evicts."""
+        return {} if self._policy is None else self._policy.stats()
