@@ -1,0 +1,357 @@
+"""For bench/tiers.py: the passes over each medium, ours and the bare ones, of L2 and disk."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import mmap
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore.blocks import Namespace
+from kvstore.frame import HEADER_BYTES, aligned_buffer
+from kvstore.leases import Slab
+from kvstore.store import Store
+from kvstore.testing.frames import FrameBuffer, key_of
+from kvstore.tiers import disk
+from kvstore.tiers.base import Tier
+from kvstore.tiers.disk.files import Files
+from kvstore.tiers.memory import MemoryTier
+from kvstore.verbs import Ticket
+
+SIZES: Final = {"64KiB": 64 << 10, "256KiB": 256 << 10, "2MiB": 2 << 20, "32MiB": 32 << 20}
+RUN_BYTES: Final = 32 << 20
+"""Blocks that one save or load of a session asks for."""
+SINGLE_CALLS: Final = 200
+"""Saves or loads of one block, for the time of one; fewer where blocks are large."""
+SPARE_SLOTS: Final = 8
+CONTAINS_BLOCKS: Final = 512
+CONTAINS_CALLS: Final = 300
+LAYER_BYTES: Final = 64 << 10
+"""A layer of a block of `space_of`."""
+WAIT_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Bytes moved once: seconds of wall and of this process's CPU, and of each call."""
+
+    nbytes: int
+    wall_s: float
+    cpu_s: float
+    calls_s: list[float]
+
+    @property
+    def gb_s(self) -> float:
+        return self.nbytes / self.wall_s / 1e9
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        return self.cpu_s / (self.nbytes / 1e9)
+
+    def percentile_ms(self, percent: int) -> float:
+        return percentile(self.calls_s, percent) * 1e3
+
+
+def percentile(values: list[float], percent: int) -> float:
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
+
+
+def run_pass(
+    work: Callable[[int, int], None],
+    count: int,
+    threads: int,
+    nbytes: int,
+    finish: Callable[[], None] | None = None,
+) -> Pass:
+    """`work(number, thread)` for each number, by threads that take the next one as they come;
+    then `finish`, in the same time."""
+    numbers = iter(range(count))
+    taking = threading.Lock()
+    calls: list[list[float]] = [[] for _ in range(threads)]
+
+    def turn(thread: int) -> None:
+        mine = calls[thread]
+        while True:
+            with taking:
+                number = next(numbers, None)
+            if number is None:
+                return
+            began = time.perf_counter()
+            work(number, thread)
+            mine.append(time.perf_counter() - began)
+
+    cpu, wall = time.process_time(), time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(turn, range(threads)))
+    if finish is not None:
+        finish()
+    wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+    return Pass(count * nbytes, wall_s, cpu_s, list(itertools.chain.from_iterable(calls)))
+
+
+class Medium(abc.ABC):
+    """One tier at one size of block."""
+
+    total_bytes: int = 256 << 20
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.count = max(4, self.total_bytes // nbytes)
+
+    def begin(self, number: int) -> None:  # noqa: B027 - some have nothing to do
+        """Make ready for a round: nothing of an earlier one is in the way."""
+
+    @abc.abstractmethod
+    def ours(self, verb: str) -> Pass: ...
+
+    @abc.abstractmethod
+    def limit(self, verb: str) -> Pass: ...
+
+    def end(self) -> None:  # noqa: B027 - some have nothing to do
+        """A round is over."""
+
+    def contains(self) -> dict[str, float]:
+        """Milliseconds of asking for a run, and of the bare client's."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 - some have nothing to do
+        """Let go of everything."""
+
+
+class TierMedium(Medium):
+    """Our side, of a tier: its verbs, with identity frames, by as many threads as its workers."""
+
+    tier: Tier
+
+    def open_tier(self, tier: Tier) -> None:
+        self.tier = tier
+        self.threads = {"write": tier.workers_write, "read": tier.workers_read}
+        most = max(self.threads.values())
+        self.buffers = [FrameBuffer(self.nbytes) for _ in range(most)]
+        self.frames = [buffer.fill(key_of(0), self.nbytes) for buffer in self.buffers]
+        self.mark = bytes(self.frames[0][2][: len("mark") * 1024])
+        self.keys = [key_of(0)]
+
+    def begin(self, number: int) -> None:
+        self.keys = [key_of(i, namespace=f"{number:032d}") for i in range(self.count)]
+
+    def ours(self, verb: str) -> Pass:
+        threads = self.threads[verb]
+        if verb == "write":
+            return run_pass(self._write, self.count, threads, self.nbytes, self.tier.flush)
+        return run_pass(self._read, self.count, threads, self.nbytes)
+
+    def _write(self, number: int, thread: int) -> None:
+        _, header, payload = self.frames[thread]
+        self.tier.write(self.keys[number], header, payload)
+
+    def _read(self, number: int, thread: int) -> None:
+        buffer = self.buffers[thread]
+        got = self.tier.read(self.keys[number], buffer.header, buffer.payload)
+        assert got == self.nbytes, f"{got} bytes of {self.nbytes}"
+        self.check(buffer.payload)
+
+    def check(self, payload: memoryview) -> None:
+        """A look at what was read: all blocks are the same, and noise."""
+        assert payload[: len(self.mark)] == self.mark, "bytes that nobody wrote"
+
+    def end(self) -> None:
+        self.tier.clear()
+
+    def close(self) -> None:
+        self.tier.close()
+
+
+def space_of(nbytes: int) -> Namespace:
+    """A namespace whose blocks take so many bytes."""
+    space = Namespace(model="bench", layers=nbytes // LAYER_BYTES, kv_heads=8, head_dim=128)
+    assert space.block_bytes == nbytes
+    return space
+
+
+class L2Medium(Medium):
+    """Save, copy in, commit; load, copy out, release. The limit is the copy alone."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        run = max(1, RUN_BYTES // nbytes)
+        self.singles = max(8, min(SINGLE_CALLS, self.count // 2))
+        # Little room beyond a round's blocks: each round's saves evict the last round's.
+        self.store = Store(Slab.create(self.count + self.singles + run + SPARE_SLOTS, nbytes))
+        self.session = self.store.session(space_of(nbytes))
+        self.source = aligned_buffer(self.count * nbytes)
+        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+        self.plain = memoryview(mmap.mmap(-1, self.count * nbytes, flags=flags))
+        self.source[:] = os.urandom(1 << 20) * (len(self.source) >> 20)
+        self.plain[:] = self.source
+        self.starts = range(0, self.count, run)
+        self.run = run
+        self.hashes: list[bytes] = []
+
+    def begin(self, number: int) -> None:
+        salt = number.to_bytes(4, "big")
+        blocks = range(self.count + self.singles)
+        self.hashes = [key_of(block).hash[:-4] + salt for block in blocks]
+
+    def ours(self, verb: str) -> Pass:
+        step = self._save if verb == "write" else self._load
+        cpu, wall = time.process_time(), time.perf_counter()
+        for start in self.starts:
+            step(self.hashes[start : start + self.run], start)
+        wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
+        calls = []
+        for i in range(self.singles):
+            began = time.perf_counter()
+            step([self.hashes[self.count + i]], i % self.count)
+            calls.append(time.perf_counter() - began)
+        return Pass(self.count * self.nbytes, wall_s, cpu_s, calls)
+
+    def limit(self, verb: str) -> Pass:
+        one, other = (self.source, self.plain) if verb == "write" else (self.plain, self.source)
+
+        def copy(number: int, thread: int) -> None:
+            part = slice(number * self.nbytes, (number + 1) * self.nbytes)
+            other[part] = one[part]
+
+        return run_pass(copy, self.count, 1, self.nbytes)
+
+    def _save(self, hashes: list[bytes], first: int) -> None:
+        session, nbytes = self.session, self.nbytes
+        ticket = session.save(hashes)
+        self._done(ticket)
+        assert len(ticket.grants) == len(hashes), "no slot"
+        view = session.slab_of(ticket).view
+        for index, slot in ticket.grants:
+            start = (first + index) % self.count * nbytes
+            view(slot)[:nbytes] = self.source[start : start + nbytes]
+        session.commit(ticket)
+
+    def _load(self, hashes: list[bytes], first: int) -> None:
+        session, nbytes = self.session, self.nbytes
+        ticket = session.load(hashes)
+        self._done(ticket)
+        assert len(ticket.slots) == len(hashes), "a miss"
+        view = session.slab_of(ticket).view
+        for index, slot in enumerate(ticket.slots):
+            start = (first + index) % self.count * nbytes
+            self.plain[start : start + nbytes] = view(slot)[:nbytes]
+        session.release(ticket)
+
+    def _done(self, ticket: Ticket) -> None:
+        while not ticket.done:
+            assert self.session.poll(WAIT_S), "nothing moved"
+
+    def close(self) -> None:
+        assert self.plain == self.source, "copies differ"
+        self.session.close()
+        self.store.close()
+
+
+class DiskMedium(TierMedium):
+    """The disk tier, and a plain loop over one file of the same bytes."""
+
+    total_bytes = 512 << 20
+
+    def __init__(self, nbytes: int, directory: str) -> None:
+        super().__init__(nbytes)
+        self.folder = Path(tempfile.mkdtemp(dir=directory))
+        frame_bytes = nbytes + HEADER_BYTES
+        capacity = 3 * self.count * frame_bytes + (64 << 20)
+        self.open_tier(
+            disk.open(disk.Config(directory=str(self.folder / "tier"), capacity=capacity))
+        )
+        self.files = Files()
+        self.frame_bytes = frame_bytes
+        self.fd = -1
+
+    def begin(self, number: int) -> None:
+        super().begin(number)
+        self.fd = self.files.create(str(self.folder / "plain"), self.count * self.frame_bytes)
+
+    def limit(self, verb: str) -> Pass:
+        def put(number: int, thread: int) -> None:
+            _, header, payload = self.frames[thread]
+            done = os.pwritev(self.fd, [header, payload], number * self.frame_bytes)
+            assert done == self.frame_bytes, done
+
+        def get(number: int, thread: int) -> None:
+            buffer = self.buffers[thread]
+            views = [buffer.header, buffer.payload]
+            assert os.preadv(self.fd, views, number * self.frame_bytes) == self.frame_bytes
+            self.check(buffer.payload)
+
+        threads = self.threads[verb]
+        if verb == "write":
+            return run_pass(put, self.count, threads, self.nbytes, lambda: os.fdatasync(self.fd))
+        return run_pass(get, self.count, threads, self.nbytes)
+
+    def end(self) -> None:
+        super().end()
+        self.files.close(self.fd)
+        self.files.unlink(str(self.folder / "plain"))
+
+    def close(self) -> None:
+        super().close()
+        shutil.rmtree(self.folder)
+
+
+class Untouchable(MemoryTier):
+    """A tier that has to be asked, and must not be."""
+
+    local_index = False
+
+    def __init__(self) -> None:
+        super().__init__(1 << 20, name="untouchable")
+        self.touched = 0
+
+    def contains(self, keys: Any) -> list[bool]:
+        self._raise()
+        return []
+
+    def read(self, key: Any, header: memoryview, payload: memoryview) -> int:
+        self._raise()
+        return 0
+
+    def _raise(self) -> None:
+        self.touched += 1
+        raise AssertionError("a tier was touched that must not be")
+
+
+def contains_local(tier: str, directory: str) -> dict[str, float]:
+    """Milliseconds of `match` for a run that L2 holds, or the disk tier and L2 does not."""
+    below = Untouchable()
+    space = space_of(LAYER_BYTES)
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        config = disk.Config(directory=folder, capacity=4 * CONTAINS_BLOCKS * LAYER_BYTES)
+        tiers: list[Tier] = [disk.open(config), below]
+        slab = Slab.create(CONTAINS_BLOCKS + 64, LAYER_BYTES)
+        with Store(slab, tiers, codecs={"disk": "identity"}) as store:
+            session = store.session(space)
+            hashes = [key_of(number).hash for number in range(CONTAINS_BLOCKS)]
+            for start in range(0, CONTAINS_BLOCKS, 64):
+                ticket = session.save(hashes[start : start + 64])
+                assert len(ticket.grants) == 64
+                session.commit(ticket)
+                assert store.flush(WAIT_S)
+            if tier == "disk":
+                store.clear("l2")
+            calls = []
+            for _ in range(CONTAINS_CALLS):
+                began = time.perf_counter()
+                match = session.match(hashes)
+                calls.append(time.perf_counter() - began)
+                assert match.done
+                assert match.tiers == [tier] * CONTAINS_BLOCKS
+            session.close()
+    assert below.touched == 0, "the tier below was touched"
+    return {"p50_ms": statistics.median(calls) * 1e3, "p99_ms": percentile(calls, 99) * 1e3}
