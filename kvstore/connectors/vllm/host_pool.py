@@ -51,7 +51,7 @@ def _is_ours_and_old(path: Path) -> bool:
         status = path.stat()
     except OSError:
         return False  # its engine has just removed it
-    age_s = time.time() - max(status.st_mtime, status.st_ctime)
+    age_s = time.time() - status.st_mtime
     return status.st_uid == os.getuid() and age_s > STALE_S
 
 

@@ -61,9 +61,9 @@ def fingerprint(path: Path) -> str:
             continue
         size = file.stat().st_size
         digest.update(f"{file.name}:{size};".encode())
-        step = max(1, (size - SAMPLE_BYTES) // (SAMPLES - 1))
+        last = max(0, size - SAMPLE_BYTES)
         with file.open("rb") as opened:
-            for start in range(0, max(1, size - SAMPLE_BYTES + 1), step):
+            for start in sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)}):
                 opened.seek(start)
                 digest.update(opened.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]

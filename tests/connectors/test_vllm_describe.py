@@ -1,0 +1,250 @@
+"""What is read of vLLM's configuration: namespaces, refusals, flags, versions, weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvstore.connectors.vllm.describe import (
+    hashes_per_block,
+    in_layer_order,
+    namespaces_of,
+    set_engine_flags,
+)
+from kvstore.connectors.vllm.settings import (
+    StoreSettings,
+    check_version,
+    connector_settings,
+)
+from kvstore.connectors.vllm.stores import EMBEDDED, open_store
+from kvstore.connectors.vllm.weights import fingerprint, fingerprint_of_name
+from kvstore.errors import ConfigError
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Named like vLLM's, by whose name it is known."""
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    pass
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+class HfConfig(SimpleNamespace):
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def a_spec(kind: type = FullAttentionSpec, **over: Any) -> Any:
+    values = {
+        "block_size": 32,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "head_size_v": 64,
+        "dtype": "torch.bfloat16",
+        "kv_quant_mode": SimpleNamespace(name="NONE"),
+    }
+    return kind(**{**values, **over})
+
+
+def a_config(*specs: Any, hash_block_size: int = 32, layers: int = 4) -> Any:
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"l.{n}" for n in range(layers)])
+        for spec in specs
+    ]
+    return SimpleNamespace(kv_cache_groups=groups, hash_block_size=hash_block_size)
+
+
+def an_engine(**over: Any) -> Any:
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    cache = {"cache_dtype": "auto", "prefix_caching_hash_algo": "sha256_cbor"}
+    model = {
+        "model": "org/model",
+        "revision": None,
+        "quantization": None,
+        "max_model_len": 4096,
+        "hf_config": HfConfig(hidden_size=8, _commit_hash="0123456789abcdef0123"),
+    }
+    for section, values in (("parallel", parallel), ("cache", cache), ("model", model)):
+        values.update(over.pop(section, {}))
+    assert not over
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(**cache),
+        model_config=SimpleNamespace(**model),
+        load_config=SimpleNamespace(load_format="auto"),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"),
+    )
+
+
+def test_the_namespace_says_what_the_tensors_are() -> None:
+    (namespace,) = namespaces_of(an_engine(), a_config(a_spec()), StoreSettings())
+    assert (namespace.model, namespace.dtype, namespace.layout) == (
+        "org/model", "bfloat16", "LHTC",
+    )  # fmt: skip
+    assert (namespace.layers, namespace.kv_heads, namespace.head_dim) == (4, 2, 64)
+    assert namespace.block_bytes == 4 * 2 * 32 * 128 * 2
+    assert namespace.revision.startswith("0123456789abcdef-")
+
+
+def test_whatever_changes_the_bytes_changes_the_namespace() -> None:
+    def digest(engine: Any = None, config: Any = None, **settings: Any) -> str:
+        engine, config = engine or an_engine(), config or a_config(a_spec())
+        return namespaces_of(engine, config, StoreSettings(**settings))[0].digest
+
+    rope = {"rope_type": "longrope"}
+    long = HfConfig(hidden_size=8, rope_parameters=rope, _commit_hash="0123456789abcdef0123")
+    digests = [
+        digest(),
+        digest(an_engine(model={"model": "org/other"})),
+        digest(an_engine(model={"hf_config": HfConfig(hidden_size=8, _commit_hash="ffff")})),
+        digest(an_engine(model={"hf_config": HfConfig(hidden_size=8, rope_theta=1e6)})),
+        digest(an_engine(model={"quantization": "awq"})),
+        digest(an_engine(model={"hf_config": long})),
+        digest(an_engine(model={"hf_config": long, "max_model_len": 8192})),
+        digest(config=a_config(a_spec(dtype="torch.float16"))),
+        digest(config=a_config(a_spec(block_size=64), hash_block_size=64)),
+        digest(config=a_config(a_spec(), layers=5)),
+        digest(revision="mine"),
+        digest(model="mine"),
+    ]
+    assert len(set(digests)) == len(digests)
+    assert digest(an_engine(model={"max_model_len": 8192})) == digest()
+
+
+def test_fp8_is_named_by_its_kind() -> None:
+    spec = a_spec(dtype="torch.uint8", kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"))
+    engine = an_engine(cache={"cache_dtype": "fp8"})
+    assert namespaces_of(engine, a_config(spec), StoreSettings())[0].dtype == "fp8_e4m3"
+
+
+def test_ranks_have_namespaces_of_their_own_unless_they_hold_the_same() -> None:
+    engine = an_engine(parallel={"tensor_parallel_size": 2})
+    first, second = namespaces_of(engine, a_config(a_spec()), StoreSettings())
+    assert replace(first, tp_rank=1) == second
+    latent = a_spec(MLAAttentionSpec, num_kv_heads=1, head_size=576, head_size_v=0)
+    first, second = namespaces_of(engine, a_config(latent), StoreSettings())
+    assert (first, first.attention, first.tp_size) == (second, "mla", 1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "words"),
+    [
+        ({}, a_config(a_spec(), a_spec(SlidingWindowSpec)), "--disable-hybrid-kv-cache-manager"),
+        ({}, a_config(a_spec(SlidingWindowSpec)), "has SlidingWindowSpec"),
+        ({}, a_config(), "has none"),
+        ({"parallel": {"pipeline_parallel_size": 2}}, a_config(a_spec()), "pipeline"),
+        ({"parallel": {"decode_context_parallel_size": 2}}, a_config(a_spec()), "context"),
+        (
+            {"cache": {"cache_dtype": "nvfp4"}},
+            a_config(a_spec(kv_quant_mode=SimpleNamespace(name="NVFP4"))),
+            "'nvfp4'",
+        ),
+        ({}, a_config(a_spec(state_content_bytes=9)), "packed"),
+        ({}, a_config(a_spec(tokens_per_state=4)), "packed"),
+        (
+            {"cache": {"cache_dtype": "fp8", "calculate_kv_scales": True}},
+            a_config(a_spec(kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"))),
+            "calculate_kv_scales",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_right_is_refused_in_one_line(
+    engine: dict[str, Any], config: Any, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        namespaces_of(an_engine(**engine), config, StoreSettings())
+    assert "\n" not in str(caught.value)
+
+
+def test_flags_are_set_and_said_once() -> None:
+    engine = an_engine(cache={"prefix_caching_hash_algo": "sha256"})
+    lines = set_engine_flags(engine)
+    assert engine.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert engine.cache_config.prefix_caching_hash_algo == "sha256_cbor"
+    assert [line.split()[0] for line in lines] == [
+        "kv_load_failure_policy", "prefix_caching_hash_algo",
+    ]  # fmt: skip
+    assert set_engine_flags(engine) == []
+
+
+def test_hashes_of_a_block() -> None:
+    assert hashes_per_block(a_config(hash_block_size=16), 32) == 2
+    with pytest.raises(ConfigError, match="hashes every 24"):
+        hashes_per_block(a_config(hash_block_size=24), 32)
+
+
+def test_layers_are_ordered_by_number() -> None:
+    assert in_layer_order(["m.10.a", "m.9.a", "m.2.a"]) == ["m.2.a", "m.9.a", "m.10.a"]
+
+
+def test_versions() -> None:
+    check_version("0.32.0")
+    check_version("0.32.7.dev1+cpu")
+    for version in ("0.31.9", "0.33.0", "1.0.0", "dev"):
+        with pytest.raises(ConfigError, match=r"0\.32 is"):
+            check_version(version)
+
+
+def test_settings_refuse_what_they_do_not_know() -> None:
+    assert connector_settings({"socket": "/s", "prefetch": {"cap_ms": "3s"}}).prefetch.cap_ms == 3e3
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config.sockt.*'socket'"):
+        connector_settings({"sockt": "/s"})
+    with pytest.raises(ConfigError, match="timeout"):
+        connector_settings({"prefetch": {"policy": "timout"}})
+
+
+def test_a_fingerprint_sees_names_sizes_and_bytes(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(range(256)) * 4096)
+    first = fingerprint(tmp_path)
+    (tmp_path / "notes.txt").write_text("not weights")
+    assert fingerprint(tmp_path) == first
+    changed = bytearray(weights.read_bytes())
+    for place in (0, len(changed) - 1, len(changed) // 2):
+        changed[place] ^= 1
+        weights.write_bytes(changed)
+        assert fingerprint(tmp_path) != first
+        changed[place] ^= 1
+    weights.write_bytes(changed)
+    assert fingerprint(tmp_path) == first
+    assert fingerprint(weights) == first
+    weights.rename(tmp_path / "other.safetensors")
+    assert fingerprint(tmp_path) != first
+    weights.write_bytes(b"")
+    fingerprint(weights)
+
+
+def test_a_name_is_its_own_id_and_a_folder_is_known_by_its_files(tmp_path: Path) -> None:
+    assert fingerprint_of_name("org/model") == ("org/model", "")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    name, revision = fingerprint_of_name(str(folder))
+    (folder / "config.json").write_text('{"rope_theta": 1}')
+    assert name == "mine"
+    assert fingerprint_of_name(str(folder))[1] != revision
+
+
+def test_both_sides_of_an_engine_meet_in_one_embedded_store() -> None:
+    (namespace,) = namespaces_of(an_engine(), a_config(a_spec()), StoreSettings())
+    settings = StoreSettings(embedded={"l2": "4MiB"})
+    one = open_store(settings, namespace, engine="e", name="scheduler")
+    two = open_store(settings, namespace, engine="e", name="worker")
+    save = two.store.save([b"k" * 32])
+    two.store.commit(save)
+    assert one.store.match([b"k" * 32]).tiers == ["l2"]
+    other = open_store(settings, namespace, engine="f", name="scheduler")
+    assert other.store.match([b"k" * 32]).tiers == []
+    for opened in (one, two, other):
+        opened.close()
+    assert EMBEDDED._stores == {}
+    with pytest.raises(ConfigError, match=r"embedded\.l3.*'l2'"):
+        open_store(StoreSettings(embedded={"l3": "1GiB"}), namespace, engine="g", name="x")
