@@ -19,7 +19,7 @@ from kvstore.tiers.base import Tier
 
 DIRECTORIES = 3
 BROKEN = ("read", "write", "sync", "create")
-NUMBERS = st.integers(0, 40)
+NUMBER = st.integers(0, 9)
 
 
 class NoSync(FaultyFiles):
@@ -53,13 +53,13 @@ class StripedTier(RuleBasedStateMachine):
         self.files = NoSync()
         self.files.direct = False
         config = disk.Config(
-            directory=[str(place) for place in places], capacity=len(places) * 8 * MIB, segment=MIB
+            directory=tuple(map(str, places)), capacity=len(places) * 8 * MIB, segment=MIB
         )
         self.tier: Tier = disk.open(config, files=self.files)
 
-    @rule(number=NUMBERS)
+    @rule(number=NUMBER)
     def write(self, number: int) -> None:
-        key, header, payload = self.buffer.fill(key_of(number), 1 + 499 * number)
+        key, header, payload = self.buffer.fill(key_of(number), 1 + 2099 * number)
         try:
             self.tier.write(key, header, payload)
         except TierUnavailable:
@@ -68,7 +68,7 @@ class StripedTier(RuleBasedStateMachine):
             self.alive.add(number)
             assert self.tier.contains([key]) == [True] or self.broken
 
-    @rule(number=NUMBERS)
+    @rule(number=NUMBER)
     def delete(self, number: int) -> None:
         there = self.tier.contains([key_of(number)])[0]
         self.tier.delete([key_of(number)])
@@ -123,7 +123,7 @@ class StripedTier(RuleBasedStateMachine):
 
     @invariant()
     def what_is_named_is_right(self) -> None:
-        keys = {key_of(number): number for number in range(41)}
+        keys = {key_of(number): number for number in range(10)}
         named = [key for key, has in zip(keys, self.tier.contains(list(keys)), strict=True) if has]
         for key in named:
             try:

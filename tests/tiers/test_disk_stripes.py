@@ -30,7 +30,7 @@ from kvstore.wire import open_tier
 
 def open_stripes(directories: Sequence[Path], files: Files | None = None, **changed: Any) -> Tier:
     values: dict[str, Any] = {"capacity": 4 * MIB * len(directories), **changed}
-    places = [str(directory) for directory in directories]
+    places = tuple(map(str, directories))
     return disk.open(disk.Config(directory=places, **values), files=files)
 
 
@@ -44,6 +44,10 @@ class TestStripedDisk(TierSuite):
 
     def open_tier(self, tmp_path: Path, capacity_bytes: int) -> Tier:
         return open_stripes([tmp_path / name for name in "abc"], capacity=capacity_bytes)
+
+    def stored_bytes(self, tmp_path: Path) -> bytes:
+        paths = [path for name in "abc" for path in segment_files(tmp_path / name)]
+        return b"".join(path.read_bytes() for path in paths)
 
     def check_racing_read(self, buffer: FrameBuffer, key: Key, length: int) -> None:
         """The header of a frame that is being deleted may be read as zeros; nothing else."""
@@ -81,7 +85,8 @@ def test_capacity_is_exact_over_all_and_in_each(places: list[Path], buffer: Fram
         put(tier, buffer, range(number, number + 1), 1 + 7919 * number % 60_000)
         each = [file_bytes(place) for place in places]
         assert max(each) <= capacity // 3
-        assert sum(each) == tier.stats()["bytes_used"] <= capacity
+        assert sum(each) == tier.stats()["bytes_used"]
+        assert sum(each) <= capacity
     assert float(tier.stats()["evictions"]) > 200
     assert tier.stats()["bytes_capacity"] == capacity // 3 * 3
     tier.close()
@@ -98,13 +103,14 @@ def test_sizes_and_lists_that_cannot_be_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             open_stripes(bad, capacity=64 * MIB)
     for bad in ([], [tmp_path / str(number) for number in range(MAX_DIRECTORIES + 1)]):
+        table = {"kind": "disk", "directory": bad, "capacity": "1GiB"}
         with pytest.raises(ConfigError, match=r"tiers\.0\.directory"):
-            open_tier(TierSettings(kind="disk", directory=bad, capacity="1GiB"), "tiers.0")
+            open_tier(TierSettings.model_validate(table), "tiers.0")
     with pytest.raises(ConfigError, match="at least 1 MiB for each"):
         open_stripes([one, tmp_path / "two"], capacity=2 * MIB - 1)
     assert not one.exists()
     for directories in (1, 3, 16):
-        names = [str(number) for number in range(directories)]
+        names = tuple(map(str, range(directories)))
         config = disk.Config(directory=names, capacity=2 << 40)
         assert (2 << 40) / disk.segment_bytes_for(config) <= disk.MAX_SEGMENTS + directories
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from kvstore.config import Bytes, Milliseconds, Section
 from kvstore.errors import ConfigError
@@ -39,17 +39,14 @@ MAX_SEGMENTS = 512
 MIN_CAPACITY_BYTES = 1 << 20
 """Of each directory."""
 
-Directories = Annotated[
-    tuple[str, ...], BeforeValidator(lambda v: (v,) if isinstance(v, str) else v)
-]
-"""One path, or a list of them."""
+Directories = Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_DIRECTORIES)]
 
 
 class Config(Section):
     """The disk tier's part of the configuration."""
 
     name: str = "disk"
-    directory: Directories = Field(min_length=1, max_length=MAX_DIRECTORIES)
+    directory: str | Directories
     """A directory of its own, made if need be; nobody else's files are touched in it. A list:
     blocks are spread over all of them, and each takes the same part of the capacity."""
     capacity: Bytes = Field(ge=MIN_CAPACITY_BYTES)
@@ -67,14 +64,19 @@ class Config(Section):
     """A write returns, and readers see it, only when power loss cannot undo it (fdatasync, in
     groups). Otherwise it returns when a kill of the process cannot."""
 
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """All of them, in the order given."""
+        return (self.directory,) if isinstance(self.directory, str) else self.directory
+
 
 def directory_bytes(config: Config) -> int:
     """What each directory may take. Raises ConfigError when that is too little."""
-    each = config.capacity // len(config.directory)
+    each = config.capacity // len(config.directories)
     if each < MIN_CAPACITY_BYTES:
         raise ConfigError(
             f"capacity = {format_bytes(config.capacity)} of the disk tier over "
-            f"{len(config.directory)} directories; at least {format_bytes(MIN_CAPACITY_BYTES)} "
+            f"{len(config.directories)} directories; at least {format_bytes(MIN_CAPACITY_BYTES)} "
             "for each is right"
         )
     return each
@@ -84,7 +86,7 @@ def segment_bytes_for(config: Config) -> int:
     """Bytes of a new segment. Raises ConfigError when the one asked for cannot be."""
     room = directory_bytes(config) - LOCK_BYTES
     if not config.segment:
-        most = max(1, MAX_SEGMENTS // len(config.directory))
+        most = max(1, MAX_SEGMENTS // len(config.directories))
         size = max(min(SEGMENT_BYTES, room // MIN_SEGMENTS), room // most)
         return min(size // PAGE, MAX_SEGMENT_PAGES) * PAGE
     size = config.segment // PAGE * PAGE
@@ -116,15 +118,15 @@ def open(
         clock=clock,
     )
     tier = DiskTier(
-        config.directory,
+        config.directories,
         limits,
         durable=config.durable,
         files=files or Files(direct=config.direct),
         name=config.name,
     )
-    if not any(_has_room(directory, limits) for directory in config.directory):
+    if not any(_has_room(directory, limits) for directory in config.directories):
         tier.close()
-        directory = config.directory[0]
+        directory = config.directories[0]
         status = os.statvfs(directory)
         raise ConfigError(
             f"the disk tier writes segments of {format_bytes(limits.segment_bytes)}, and "
