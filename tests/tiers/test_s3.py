@@ -112,6 +112,21 @@ def test_a_footer_larger_than_the_guess_is_read_whole(
     fresh.close()
 
 
+def test_a_round_changes_nothing_of_what_is_known(s3_server: S3Server, bucket: str) -> None:
+    """Also of large objects, whose ETags services make in other ways."""
+    buffer = FrameBuffer(9 * MIB)
+    tier = s3_server.open(bucket)
+    for number, nbytes in enumerate((100, 300_000, 9 * MIB)):
+        tier.write(*buffer.fill(key_of(number), nbytes))
+    tier.refresh()
+    before = int(tier.stats()["requests"])
+    tier.refresh()
+    assert int(tier.stats()["requests"]) - before <= 3, "nothing is read again"
+    assert tier.stats()["vanished"] == 0
+    assert len(held(tier, buffer, [key_of(number) for number in range(3)])) == 3
+    tier.close()
+
+
 def test_the_same_blocks_have_the_same_name_and_are_put_once(
     s3_server: S3Server, bucket: str, buffer: FrameBuffer
 ) -> None:

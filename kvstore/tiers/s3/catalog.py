@@ -104,12 +104,19 @@ class Catalog:
         """All segments, least recently used first; nothing changes meanwhile."""
         return iter(self._order)
 
-    def usage(self) -> Iterator[tuple[Key, int]]:
-        """Every key and the bytes of its frame, from the most recently used segment on."""
-        for segment in reversed(self._order):
-            for key, page, pages in segment.entries:
-                if self.index.get(key) == _place(segment.slot, page, pages):
-                    yield key, pages * PAGE_BYTES
+    def hottest(self) -> list[Segment]:
+        """All segments, most recently used first."""
+        return list(reversed(self._order))
+
+    def blocks(self, segment: Segment) -> list[tuple[Key, int]]:
+        """Keys that are read from a segment, and bytes of their frames; none if it is gone."""
+        if segment not in self._order:
+            return []
+        return [
+            (key, pages * PAGE_BYTES)
+            for key, page, pages in segment.entries
+            if self.index.get(key) == _place(segment.slot, page, pages)
+        ]
 
     def add(self, segment: Segment) -> None:
         """A segment is there; its `dead` is set. Its name is not known yet."""

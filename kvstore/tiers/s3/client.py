@@ -17,11 +17,12 @@ from urllib.parse import quote, unquote, urlsplit
 from xml.etree import ElementTree
 
 import boto3
+import botocore.session
 from botocore import UNSIGNED
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.config import Config as BotoConfig
-from botocore.exceptions import BotoCoreError, NoCredentialsError
+from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
 from kvstore.errors import ConfigError, TierError, TierUnavailable
 from kvstore.tiers.s3 import faults
@@ -51,8 +52,6 @@ class Got:
 
     body: bytes
     total_bytes: int
-    etag: str
-    modified_s: float
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]
@@ -84,7 +83,9 @@ class Client:
     ) -> None:
         access, secret, token = keys
         try:
+            core = botocore.session.Session()
             self._session = boto3.session.Session(
+                botocore_session=core,
                 aws_access_key_id=access or None,
                 aws_secret_access_key=secret or None,
                 aws_session_token=token or None,
@@ -92,7 +93,7 @@ class Client:
             )
             self._region = self._session.region_name or DEFAULT_REGION
             url = self._base_url(bucket, endpoint, path_style)
-            ca_file = self._session._session.get_config_variable("ca_bundle")
+            ca_file = core.get_config_variable("ca_bundle")
         except (BotoCoreError, ValueError) as error:
             why = " ".join(str(error).split())[:200]
             raise ConfigError(
@@ -166,11 +167,10 @@ class Client:
             raise self._counted(faults.Invalid(f"{name} is another object than was known"))
         if into and reply.body:
             raise self._counted(faults.Invalid(f"{name} has not the bytes that were asked for"))
-        etag = reply.headers.get("etag", "")
-        return Got(reply.body, total, etag, _seconds(reply.headers.get("last-modified")))
+        return Got(reply.body, total)
 
-    def put(self, name: str, body: Sequence[memoryview], *, absent: bool) -> str:
-        """Make an object of these views; its ETag. absent: only if there is none of that name.
+    def put(self, name: str, body: Sequence[memoryview], *, absent: bool) -> None:
+        """Make an object of these views. absent: only if there is none of that name.
 
         Raises faults.Exists, TierUnavailable, TierError.
         """
@@ -186,10 +186,10 @@ class Client:
             # The service has no conditional put. A name holds the same keys whoever puts it, so
             # a second put wastes an upload and harms nothing.
             self._conditional = False
-            return self.put(name, body, absent=False)
+            self.put(name, body, absent=False)
+            return
         if reply.status != 200:
             raise self._fault(reply, f"PUT {name}")
-        return reply.headers.get("etag", "")
 
     def delete(self, name: str) -> None:
         """Remove an object; one that is not there is no error."""
@@ -278,7 +278,7 @@ class Client:
             if found is None:
                 raise NoCredentialsError
             _Signer(found.get_frozen_credentials(), "s3", self._region).add_auth(request)
-        except BotoCoreError as error:
+        except (BotoCoreError, ClientError) as error:
             raise self._counted(faults.from_error(error, f"{method} {name}")) from None
         signed = {"Host": self._link.host, **dict(request.headers.items())}
         try:

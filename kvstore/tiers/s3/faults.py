@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Mapping
 from typing import Final
 
-from botocore.exceptions import BotoCoreError
+from botocore.exceptions import BotoCoreError, ClientError
 
 from kvstore.errors import TierError, TierFull, TierUnavailable
 
@@ -116,7 +116,7 @@ def from_error(error: Exception, what: str) -> Away:
     """The exception for a request that got no whole reply."""
     if isinstance(error, TimeoutError):
         return Away("timeout", f"{what}: no answer in time")
-    if isinstance(error, BotoCoreError):
+    if isinstance(error, BotoCoreError | ClientError):
         return Away("credentials", f"{what}: no credentials: {type(error).__name__}")
     if isinstance(error, ssl.SSLError):
         return Away("connect", f"{what}: TLS: {error.reason or error}")

@@ -249,11 +249,11 @@ class Keeper:
                 if listed is None:
                     if segment.serial <= known_until:
                         self._counts["vanished"] += self.forget(segment, doom=False)
-                elif listed.nbytes != segment.nbytes or listed.etag != segment.etag:
+                elif listed.nbytes != segment.nbytes or segment.etag not in ("", listed.etag):
                     self._counts["vanished"] += self.forget(segment, doom=False)
                     self._removed.discard(segment.name)
                 else:
-                    segment.modified_s = listed.modified_s
+                    segment.etag, segment.modified_s = listed.etag, listed.modified_s
                     graves = listing.graves.get(segment.name, [])
                     segment.graves &= {item.name for item in graves}
             self._bad = {name: etag for name, etag in self._bad.items() if name in listing.segments}

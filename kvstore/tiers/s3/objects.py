@@ -72,13 +72,14 @@ class Objects:
             if not usable(name):
                 continue
             try:
-                etag = self.client.put(name, body, absent=True)
+                self.client.put(name, body, absent=True)
             except Exists:
                 found = self._adopt(name, footer)
-                if found is not None:
-                    return found
-                continue
-            return Segment(name, footer, etag=etag, modified_s=self.client.now_s(), own=True)
+                if found is None:
+                    continue
+                return found
+            # Its ETag is learnt from the first listing: some services put another into the reply.
+            return Segment(name, footer, etag="", modified_s=self.client.now_s(), own=True)
         raise TierError(f"{MAX_NAMES} names of a segment are all taken by others")
 
     def _adopt(self, name: str, ours: layout.Footer) -> Segment | None:
@@ -207,8 +208,11 @@ class Objects:
         if len(items) < 2:
             yield from map(work, items)
             return
-        with ThreadPoolExecutor(HELPERS, "kvstore-s3") as pool:
+        pool = ThreadPoolExecutor(HELPERS, "kvstore-s3")
+        try:
             yield from pool.map(work, items)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _keys(entries: Entries) -> set[Key]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Final
 
 from kvstore.blocks import Key
@@ -141,7 +142,8 @@ class S3Tier(Tier):
     def usage(self) -> Iterator[tuple[Key, int]]:
         with self._lock:
             self._check_open()
-            return iter(list(self._catalog.usage()))
+            segments = self._catalog.hottest()
+        return chain.from_iterable(map(self._blocks, segments))
 
     def clear(self) -> None:
         with self._lock:
@@ -194,6 +196,10 @@ class S3Tier(Tier):
                 self._counts["write_bytes"] += segment.nbytes
         finally:
             self._keeper.release(bound)
+
+    def _blocks(self, segment: Segment) -> list[tuple[Key, int]]:
+        with self._lock:
+            return self._catalog.blocks(segment)
 
     def _claim(self, key: Key) -> bool:
         """Become the one writer of a key; False when it is held already."""
