@@ -34,7 +34,7 @@ EVICTION_POLICIES: Final = tuple(_MAKE)
 def check_eviction(name: str) -> str:
     """The name itself; ConfigError with the nearest right name for an unknown one."""
     if name not in _MAKE:
-        near = difflib.get_close_matches(name, _MAKE, n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(name.lower(), _MAKE, n=1, cutoff=0.0)[0]
         raise ConfigError(f"unknown eviction policy {name!r}; the nearest is {near!r}")
     return name
 
