@@ -143,7 +143,7 @@ def check(settings: Settings) -> None:
     for tier in settings.tiers:
         for dtype in DTYPE_BYTES:
             codecs.codec_for(tier.codec, dtype)
-        _tier_module(tier.kind)
+        tier_module(tier.kind)
 
 
 def build_prefetch_policy(settings: Settings) -> PrefetchPolicy:
@@ -159,7 +159,7 @@ def build_prefetch_policy(settings: Settings) -> PrefetchPolicy:
 
 def open_tier(settings: TierSettings, where: str = "tier") -> Tier:
     """One tier by its kind; `where` is its place in the configuration, for messages."""
-    module = _tier_module(settings.kind)
+    module = tier_module(settings.kind)
     values = {"name": settings.label, **(settings.model_extra or {})}
     tier: Tier = module.open(validated(module.Config, values, where))
     return tier
@@ -196,7 +196,7 @@ def _write_policy(settings: Settings) -> WritePolicy:
     return write_policy(settings.write.policy, selective_hits=settings.write.selective_hits)
 
 
-def _tier_module(kind: str) -> ModuleType:
+def tier_module(kind: str) -> ModuleType:
     """The module of a kind: ours by its name, somebody else's by its dotted path."""
     name = kind if "." in kind else f"{tiers.__name__}.{kind}"
     try:

@@ -1,0 +1,48 @@
+"""What the documents say is so: configurations are right, commands and files exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvstore.cli import COMMANDS, main
+from kvstore.config import Settings, validated
+from kvstore.wire import check, tier_module
+
+ROOT = Path(__file__).parent.parent
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_every_file_a_page_links_to_exists(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([\w/.-]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_every_configuration_a_page_shows_is_right(page: Path, tmp_path: Path) -> None:
+    for number, text in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(text)
+        settings = Settings.load(file, environment=False)
+        check(settings)
+        for tier in settings.tiers:
+            validated(tier_module(tier.kind).Config, tier.model_extra or {}, tier.kind)
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_every_command_a_page_shows_exists_with_its_options(
+    page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.splitlines():
+            words = line.partition("#")[0].split()
+            if len(words) < 2 or words[0] != "kvstore":
+                continue
+            assert words[1] in {*COMMANDS, "unpin"}, line
+            assert main([words[1], "--help"]) == 0
+            help_text = capsys.readouterr().out
+            for word in words[2:]:
+                assert not word.startswith("--") or word in help_text, line
