@@ -6,13 +6,13 @@ slot mean; `copier_for` gives the fastest copier between the two.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 
 import torch
 
 from kvstore.kernels.base import FINISHED, SKIP, Copier, Event, as_layout
 from kvstore.kernels.formats import PLAIN, BlockFormat, check_layout, format_of
+from kvstore.kernels.launchers import can_launch
 from kvstore.kernels.layout import PoolLayout
 from kvstore.kernels.torch_copier import DeviceCopier, HostCopier
 
@@ -35,15 +35,16 @@ __all__ = [
 def copier_for(pool: torch.Tensor | PoolLayout, form: BlockFormat = PLAIN) -> Copier:
     """The fastest copier for where this pool lies; a bare tensor is our engine's pool.
 
-    CPU: numpy views. CUDA: our kernels through cupy where it is installed, else torch's indexing.
+    CPU: numpy views. CUDA: our kernels through cupy or Triton, whichever is installed, else torch's
+    indexing.
     """
     layout = as_layout(pool)
     if layout.device.type == "cpu":
         return HostCopier(layout, form)
-    if layout.device.type == "cuda" and importlib.util.find_spec("cupy") is not None:
-        from kvstore.kernels.cupy_copier import CupyCopier
+    if layout.device.type == "cuda" and can_launch():
+        from kvstore.kernels.cuda_copier import CudaCopier
 
-        return CupyCopier(layout, form)
+        return CudaCopier(layout, form)
     return DeviceCopier(layout, form)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -51,10 +51,11 @@ class SlotAddresses(NamedTuple):
 class SlabMap:
     """The slabs registered with the driver. Slabs may be closed in any thread.
 
-    runtime: `cupy.cuda.runtime`. device: entered around each call of it.
+    runtime: `cupy.cuda.runtime`, or `launchers.Registrar`. device: gives what is entered around
+    each call of it.
     """
 
-    def __init__(self, runtime: Any, device: AbstractContextManager[Any]) -> None:
+    def __init__(self, runtime: Any, device: Callable[[], AbstractContextManager[Any]]) -> None:
         self._runtime = runtime
         self._device = device
         self._lock = threading.Lock()
@@ -73,7 +74,7 @@ class SlabMap:
                 self._unregister(known)
             while len(self._known) >= SLABS_MAX:
                 self._unregister(self._known[0])
-            with self._device:
+            with self._device():
                 try:
                     self._runtime.hostRegister(host, nbytes, REGISTER_PORTABLE_MAPPED)
                     device = self._runtime.pointerGetAttributes(host).devicePointer
@@ -110,7 +111,7 @@ class SlabMap:
 
     def _unregister(self, known: MappedSlab) -> None:
         self._known.remove(known)
-        with self._device:
+        with self._device():
             try:
                 self._runtime.hostUnregister(known.host)
             except self._runtime.CUDARuntimeError as error:

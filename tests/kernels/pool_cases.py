@@ -147,11 +147,12 @@ def some_floats(rng: np.random.Generator, dtype: torch.dtype) -> np.ndarray:
     )
     info = torch.finfo(dtype)
     odd = torch.tensor([0.0, -0.0, info.max, -info.max, info.tiny, info.tiny / 2])
-    normal[: len(odd)] = odd
-    if rng.random() < 0.2:
-        normal[7], normal[31] = float("inf"), float("nan")
-    turned = normal.to(dtype)[torch.from_numpy(rng.permutation(1024))]
-    return turned.view(torch.uint8).numpy()
+    # Among the first ones: small pools hold no more.
+    normal[torch.from_numpy(rng.permutation(64)[: len(odd)])] = odd
+    if rng.random() < 0.5:
+        normal[int(rng.integers(0, 16))] = float("inf")
+        normal[int(rng.integers(16, 64))] = float("nan")
+    return normal.to(dtype).view(torch.uint8).numpy()
 
 
 def clone(pool: PoolLayout) -> PoolLayout:
@@ -177,3 +178,15 @@ def bits(pool: PoolLayout) -> bytes:
         if start not in seen:
             seen[start] = pool.bytes_of(number).cpu().numpy().tobytes()
     return b"".join(seen.values())
+
+
+def crafted(dtype: torch.dtype) -> tuple[torch.Tensor, bytearray]:
+    """A pool of one page, and a block whose products q * scale are ties of the dtype's rounding,
+    overflow it, or are its smallest numbers."""
+    scales = [5.0, 9.0, 33.0, 129.0, 2.0**-24 * 1.5, 2.0**-20 * 1.125, 65519.0 / 127, 65520.0 / 127]
+    scales += [65536.0, 3e38, float("inf"), float("nan"), -3.0, 0.0, 2.0**-149, 2.0**-133 * 1.5]
+    width = 256
+    values = np.arange(-128, 128, dtype=np.int8).view(np.uint8)
+    vectors = [values.tobytes() + np.float32(scale).tobytes() for scale in scales]
+    pool = torch.zeros(1, 2, 1, len(scales) // 2, 1, width, dtype=dtype)
+    return pool, bytearray(b"".join(vectors))

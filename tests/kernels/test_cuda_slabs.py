@@ -64,7 +64,7 @@ def driver() -> Driver:
 
 @pytest.fixture
 def slabs(driver: Driver) -> Iterator[SlabMap]:
-    made = SlabMap(driver, nullcontext())
+    made = SlabMap(driver, nullcontext)
     yield made
     made.clear()
     assert driver.registered == {}

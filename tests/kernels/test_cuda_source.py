@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_cases import Case, Sizes, bits, cases, clone, make_pool
+from pool_cases import Case, Sizes, bits, cases, clone, crafted, make_pool
 
 from kvstore.kernels import BlockFormat, PoolLayout, reference
 from kvstore.kernels.base import Plans
@@ -205,6 +205,22 @@ def test_wide_vectors_take_the_vector_paths(
         )
         reference.gather(other, [[0, 1]], [memoryview(slot) for slot in slots], form)
     check(shim, Case(pool, form, [[2, 0]], slots), into_slots=into_slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_int8_rounds_back_to_nearest_even(shim: Shim, dtype: torch.dtype) -> None:
+    tensor, slot = crafted(dtype)
+    pool = PoolLayout.reference(tensor)
+    check(shim, Case(pool, BlockFormat("LKTHD", "int8"), [[0]], [slot]), into_slots=False)
+
+
+@pytest.mark.parametrize("top", [2.0**-100, 2.0**-100 * (1 - 2.0**-20), 2.0**-102, 1e30])
+def test_int8_of_the_smallest_vectors(shim: Shim, top: float) -> None:
+    tensor = torch.full((1, 2, 1, 1, 1, 8), top)
+    tensor[..., 3:] = -top / 3
+    pool, form = PoolLayout.reference(tensor), BlockFormat("LKTHD", "int8")
+    slot = bytearray(form.block_bytes(pool, 1))
+    check(shim, Case(pool, form, [[0]], [slot]), into_slots=True)
 
 
 @settings(max_examples=150, deadline=None)

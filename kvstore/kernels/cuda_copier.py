@@ -1,33 +1,30 @@
-"""Gather and scatter on CUDA: our kernels through cupy, straight between pool and pinned slots.
+"""Gather and scatter on CUDA: our kernels, straight between pool and pinned slots.
 
 The slab is registered with the driver once (`map_slab`), after which the device reaches its slots
 without a staging copy by the host. Copies run on streams of their own beside the model's; the
 caller orders them with `mark`, and nothing here waits for the whole device. A copy takes one of two
 paths (`paths`). Slots outside every mapped slab go through torch.
 
+Streams, events and memory are torch's; only the kernels' launch is a `launchers.Launcher`: the CUDA
+source through cupy, or Triton.
+
 One thread at a time calls a copier. Copies of one copier run in the order of the calls.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 
 from kvstore.kernels.base import FINISHED, SKIP, Event, Plans, as_layout
-from kvstore.kernels.cuda_source import (
-    CUDA_SOURCE,
-    KERNELS,
-    kernel_name,
-    launch_shape,
-    launch_sizes,
-)
 from kvstore.kernels.formats import PLAIN, BlockFormat, dtype_name
+from kvstore.kernels.launchers import Launcher, Tables, launcher_for
 from kvstore.kernels.layout import PoolLayout
 from kvstore.kernels.paths import STAGING_BYTES, Direction, Path, path_for
 from kvstore.kernels.plan import CopyPlan
@@ -38,22 +35,11 @@ from kvstore.verbs import SlotBuffer
 log = logging.getLogger(__name__)
 
 
-class Lane:
-    """A stream of ours, as cupy and as torch know it."""
-
-    def __init__(self, cupy: Any, device: torch.device) -> None:
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-        self.torch = torch.cuda.ExternalStream(self.stream.ptr, device=device)  # type: ignore[no-untyped-call]
-
-    def after(self, other: Lane) -> None:
-        """What is queued here from now on runs after what the other has queued so far."""
-        self.torch.wait_stream(other.torch)
-
-
-class CupyCopier:
+class CudaCopier:
     """The copier of a pool on a CUDA device.
 
     path: takes this path always, where it can; None chooses by size.
+    launcher: of the kernels; None: the CUDA source where cupy is installed, else Triton.
     """
 
     def __init__(
@@ -62,23 +48,23 @@ class CupyCopier:
         form: BlockFormat = PLAIN,
         *,
         path: Path | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
-        import cupy
-
         self._pool = as_layout(pool)
         device = self._pool.device
         assert device.type == "cuda", f"a pool on a CUDA device, not on {device}"
-        self._cupy = cupy
         self._path = path
         self._plans = Plans(self._pool, form)
-        self._device = cupy.cuda.Device(device.index or 0)
+        self._device = functools.partial(torch.cuda.device, device)
+        self._launcher = launcher_for(device) if launcher is None else launcher
         self._unmapped = DeviceCopier(self._pool, form)
-        self._slabs = SlabMap(cupy.cuda.runtime, self._device)
-        self._kernels = _kernels(self._device.id)
+        self._slabs = SlabMap(self._launcher.runtime, self._device)
         self._row_tables: dict[int, torch.Tensor] = {}
-        with self._device:
-            self._lanes = [Lane(cupy, device), Lane(cupy, device)]
+        with self._device():
+            self._lanes = [self._launcher.stream(), self._launcher.stream()]
         self._staging = _staging(device)
+        for lane in self._lanes:  # the allocator's memory may still be in use by earlier work
+            lane.wait_stream(torch.cuda.current_stream(device))
 
     def gather(self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]) -> Event:
         addresses = self._slabs.addresses(slots)
@@ -104,7 +90,7 @@ class CupyCopier:
             return [FINISHED] * self._pool.layers
         lane = self._lanes[0]
         events: list[Event] = []
-        with self._device:
+        with self._device():
             uploaded = self._upload(lane, table, addresses.device)
             for layer in range(self._pool.layers):
                 plan = self._plans.of(table.shape[1], layer)
@@ -121,7 +107,7 @@ class CupyCopier:
 
     def close(self) -> None:
         for lane in self._lanes:
-            lane.stream.synchronize()
+            lane.synchronize()
         self._slabs.clear()
 
     # ---- the two paths ----
@@ -130,7 +116,7 @@ class CupyCopier:
         if not len(table):
             return FINISHED
         plan = self._plans.of(table.shape[1])
-        with self._device:
+        with self._device():
             if self._path_of(plan, table, direction) is Path.COPY_ENGINE:
                 return self._through_staging(plan, table, addresses, direction)
             lane = self._lanes[0]
@@ -155,47 +141,49 @@ class CupyCopier:
         """Groups of blocks, alternating between the two lanes and halves."""
         assert self._staging is not None
         first, second = self._lanes
-        second.after(first)
+        second.wait_stream(first)
         kept: list[torch.Tensor] = []
         size = self._blocks_staged(plan)
         for group, start in enumerate(range(0, len(table), size)):
             lane = self._lanes[group % 2]
             pages, hosts = table[start : start + size], addresses.host[start : start + size]
-            half = self._staging.data_ptr() + group % 2 * (STAGING_BYTES // 2)
+            half = self._staging[group % 2 * (STAGING_BYTES // 2) :]
             staged = np.arange(len(pages), dtype=np.uint64) * np.uint64(plan.block_bytes)
-            staged += np.uint64(half)
+            staged += np.uint64(half.data_ptr())
             uploaded = self._upload(lane, pages, staged)
             kept.append(uploaded)
             if direction is Direction.D2H:
                 self._launch(lane, plan, len(pages), uploaded, direction)
-            self._move(lane, staged, hosts, plan.block_bytes, direction)
+            self._move(lane, half, hosts, plan.block_bytes, direction)
             if direction is Direction.H2D:
                 self._launch(lane, plan, len(pages), uploaded, direction)
-        first.after(second)
+        first.wait_stream(second)
         return self._event(first, kept)
 
     def _move(
         self,
-        lane: Lane,
-        staged: np.ndarray,
+        lane: torch.cuda.Stream,
+        half: torch.Tensor,
         hosts: np.ndarray,
         block_bytes: int,
         direction: Direction,
     ) -> None:
         """Whole blocks between staging and slots, neighbouring slots in one copy."""
-        runtime = self._cupy.cuda.runtime
-        for first, count in _neighbours(hosts, block_bytes):
-            device, host, nbytes = int(staged[first]), int(hosts[first]), count * block_bytes
-            if direction is Direction.D2H:
-                kind = runtime.memcpyDeviceToHost
-                runtime.memcpyAsync(host, device, nbytes, kind, lane.stream.ptr)
-            else:
-                kind = runtime.memcpyHostToDevice
-                runtime.memcpyAsync(device, host, nbytes, kind, lane.stream.ptr)
+        with torch.cuda.stream(lane):
+            for first, count in _neighbours(hosts, block_bytes):
+                staged = half[first * block_bytes : (first + count) * block_bytes]
+                memory = (ctypes.c_byte * (count * block_bytes)).from_address(int(hosts[first]))
+                host = torch.frombuffer(memory, dtype=torch.uint8)
+                if direction is Direction.D2H:
+                    host.copy_(staged, non_blocking=True)
+                else:
+                    staged.copy_(host, non_blocking=True)
 
     # ---- launches ----
 
-    def _upload(self, lane: Lane, table: np.ndarray, slots: np.ndarray) -> torch.Tensor:
+    def _upload(
+        self, lane: torch.cuda.Stream, table: np.ndarray, slots: np.ndarray
+    ) -> torch.Tensor:
         """Slot addresses, then page ids, on the device: by a copy of the lane's from pinned
         memory, which torch keeps until it has run."""
         pages = np.ascontiguousarray(table, dtype=np.int32).reshape(-1)
@@ -204,40 +192,37 @@ class CupyCopier:
         view = pinned.numpy()
         view[: len(slots)] = slots.view(np.int64)
         view[len(slots) :].view(np.int32)[: len(pages)] = pages
-        with torch.cuda.stream(lane.torch):
+        with torch.cuda.stream(lane):
             return pinned.to(self._pool.device, non_blocking=True)
 
     def _launch(
-        self, lane: Lane, plan: CopyPlan, blocks: int, uploaded: torch.Tensor, direction: Direction
+        self,
+        lane: torch.cuda.Stream,
+        plan: CopyPlan,
+        blocks: int,
+        uploaded: torch.Tensor,
+        direction: Direction,
     ) -> None:
-        into_slots = direction is Direction.D2H
-        name = kernel_name(plan, dtype_name(self._pool.dtype), into_slots=into_slots)
-        grid, block = launch_shape(blocks * plan.pages_per_block * plan.runs_per_page)
-        counts, strides = launch_sizes(plan, blocks)
-        slots = uploaded.data_ptr()
-        addresses = (self._row_table(plan).data_ptr(), slots, slots + 8 * blocks)
-        arguments = (
-            *(np.uint64(address) for address in addresses),
-            *(np.uint32(count) for count in counts),
-            *(np.uint64(stride) for stride in strides),
-        )
-        with lane.stream:
-            self._kernels[name](grid, block, arguments)
+        words = blocks * plan.pages_per_block
+        pages = uploaded[blocks:].view(torch.int32)[:words].view(blocks, plan.pages_per_block)
+        tables = Tables(self._row_table(plan), uploaded[:blocks], pages)
+        dtype = dtype_name(self._pool.dtype)
+        self._launcher.launch(lane, plan, dtype, tables, into_slots=direction is Direction.D2H)
 
     def _row_table(self, plan: CopyPlan) -> torch.Tensor:
         """The plan's rows on the device; uploaded once, before anything uses it."""
         found = self._row_tables.get(id(plan))
         if found is None:
             lane = self._lanes[0]
-            with torch.cuda.stream(lane.torch):
+            with torch.cuda.stream(lane):
                 found = torch.from_numpy(plan.table().view(np.int64)).to(self._pool.device)
-            lane.stream.synchronize()
+            lane.synchronize()
             self._row_tables[id(plan)] = found
         return found
 
-    def _event(self, lane: Lane, kept: object) -> Event:
+    def _event(self, lane: torch.cuda.Stream, kept: object) -> Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(lane.torch)
+        event.record(lane)
         return TorchEvent(event, self._pool.device, kept)
 
 
@@ -256,13 +241,3 @@ def _neighbours(hosts: np.ndarray, block_bytes: int) -> Iterator[tuple[int, int]
     edges = [0, *breaks.tolist(), len(hosts)]
     for first, end in pairwise(edges):
         yield first, end - first
-
-
-@functools.cache
-def _kernels(device_id: int) -> dict[str, Any]:
-    """The compiled kernels of one device (cupy keeps the binary on disk as well)."""
-    import cupy
-
-    with cupy.cuda.Device(device_id):
-        module = cupy.RawModule(code=CUDA_SOURCE, options=("-std=c++17",))
-        return {name: module.get_function(name) for name in KERNELS}
