@@ -26,7 +26,7 @@ COPY_THREADS_MAX: Final = 8
 class DeadlineSettings(Section):
     """How long one call may wait for the store; what has not come by then is a miss."""
 
-    base_ms: Milliseconds = 250.0
+    base_ms: Milliseconds = 1000.0
     """What every call may wait."""
     per_gib_ms: Milliseconds = 4000.0
     """What a call may wait more for each GiB it moves."""

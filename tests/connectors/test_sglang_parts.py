@@ -1,0 +1,238 @@
+"""Parts of the SGLang backend by themselves: settings, copies, calls, hits, hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang_rig import config
+
+from kvstore.connectors.sglang.calls import Calls
+from kvstore.connectors.sglang.copies import Copies, Extents
+from kvstore.connectors.sglang.hits import kv_hits, trailing_lengths
+from kvstore.connectors.sglang.served import model_of, revision_of
+from kvstore.connectors.sglang.settings import (
+    DeadlineSettings,
+    backend_settings,
+    check_parallel,
+    check_version,
+)
+from kvstore.connectors.sglang.shelf import hashes_of
+from kvstore.errors import ConfigError
+
+SGLANGS_OWN = {
+    "backend_name": "kvstore",
+    "module_path": "kvstore.connectors.sglang",
+    "class_name": "KVStoreBackend",
+    "interface_v1": 1,
+}
+
+
+def test_sglangs_own_keys_are_left_alone() -> None:
+    settings = backend_settings({**SGLANGS_OWN, "socket": "/run/kv.sock"})
+    assert settings.socket == "/run/kv.sock"
+    assert settings.threads >= 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "line"),
+    [
+        ({"sockt": "x"}, "unknown key 'hicache-storage-backend-extra-config.sockt'; did you mean"),
+        ({"deadline": {"cap": 1}}, "deadline.cap"),
+        ({"copy_threads": 1000}, "copy_threads"),
+        ({"http": "localhost:8100"}, "'http://127.0.0.1:8100' is right"),
+    ],
+)
+def test_a_mistake_is_one_line(extra: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        backend_settings({**SGLANGS_OWN, **extra})
+    assert line in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_a_deadline_grows_with_the_bytes_up_to_its_cap() -> None:
+    deadline = DeadlineSettings(base_ms=100, per_gib_ms=1000, cap_ms=600)
+    assert deadline.of(0) == pytest.approx(0.1)
+    assert deadline.of(1 << 28) == pytest.approx(0.35)
+    assert deadline.of(1 << 40) == pytest.approx(0.6)
+
+
+def test_what_was_tried_passes_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    check_version("0.5.23")
+    assert not caplog.records
+
+
+def test_a_later_release_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_version("0.5.24.post1")
+    assert "SGLang 0.5.24.post1 was not tried with kvstore; 0.5.23 was" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.4.99", "0.6.0", "1.5.23", "nightly"])
+def test_other_releases_are_refused(version: str) -> None:
+    with pytest.raises(ConfigError, match=f"SGLang {version} is not supported.*0.5.23"):
+        check_version(version)
+
+
+def test_context_parallel_decoding_is_refused() -> None:
+    check_parallel(config())
+    with pytest.raises(ConfigError, match="decode-context parallelism of 2 is not supported"):
+        check_parallel(config(dcp_size=2))
+    with pytest.raises(ConfigError, match="tp_lcm_size 8 is not supported"):
+        check_parallel(config(should_split_heads=True, tp_lcm_size=8))
+
+
+def test_keys_of_hex_are_their_bytes_and_others_their_digest() -> None:
+    good = [hashlib.sha256(bytes([n])).hexdigest() for n in range(3)]
+    assert hashes_of(good) == [bytes.fromhex(key) for key in good]
+    odd = ["", "a", "x" * 64, "ab" * 31, "é", good[0]]
+    named = hashes_of(odd)
+    assert named[-1] == bytes.fromhex(good[0])
+    assert len({len(name) for name in named}) == 1
+    assert len(set(named)) == len(odd)
+    # 64 digits in all, but not 64 in each: two keys must not share what they spell together.
+    assert hashes_of(["a" * 60, "a" * 68]) == [
+        hashlib.sha256(b"a" * 60).digest(),
+        hashlib.sha256(b"a" * 68).digest(),
+    ]
+    assert hashes_of([]) == []
+
+
+@st.composite
+def pages(draw: st.DrawFn) -> tuple[int, list[list[tuple[int, int]]]]:
+    """(bytes of memory, pages as offsets) that do not overlap; some regular, some not."""
+    kind = draw(st.sampled_from(["regular", "ragged"]))
+    count = draw(st.integers(1, 5))
+    if kind == "regular":
+        layers, each = draw(st.integers(1, 12)), draw(st.integers(1, 40))
+        half = layers * count * each
+        return 2 * half, [
+            [
+                (which * half + layer * count * each + page * each, each)
+                for layer in range(layers)
+                for which in (0, 1)
+            ]
+            for page in range(count)
+        ]
+    parts = draw(st.integers(1, 20))
+    size = draw(st.lists(st.integers(1, 30), min_size=parts, max_size=parts))
+    order = draw(st.permutations(range(parts)))
+    offsets = np.cumsum([0, *size])[:-1]
+    total = sum(size)
+    return total * count, [
+        [(page * total + int(offsets[part]), size[part]) for part in order] for page in range(count)
+    ]
+
+
+@given(pages(), st.randoms(use_true_random=False))
+def test_pages_and_slots_hold_the_same_bytes(
+    case: tuple[int, list[list[tuple[int, int]]]], rng: random.Random
+) -> None:
+    nbytes, offsets = case
+    memory = np.frombuffer(rng.randbytes(nbytes), dtype=np.uint8).copy()
+    base = memory.ctypes.data
+    extents: list[Extents] = [[(base + at, size) for at, size in page] for page in offsets]
+    block = sum(size for _, size in offsets[0])
+    slots = [memoryview(bytearray(b"\xee" * (block + 8))) for _ in offsets]
+    copies = Copies(3)
+    copies.to_slots(slots, extents)
+    for slot, page in zip(slots, offsets, strict=True):
+        assert bytes(slot[:block]) == b"".join(bytes(memory[at : at + n]) for at, n in page)
+        assert bytes(slot[block:]) == b"\xee" * 8, "past the block"
+    was = memory.copy()
+    memory[:] = 0
+    copies.to_host(slots, extents)
+    copies.close()
+    assert (memory == was).all(), "pages tile the memory, so every byte is back"
+
+
+def test_large_batches_are_copied_by_several_threads() -> None:
+    count, block = 16, 1 << 20
+    memory = np.random.default_rng(1).integers(0, 256, count * block, dtype=np.uint8)
+    base = memory.ctypes.data
+    pages_: list[Extents] = [[(base + n * block, block)] for n in range(count)]
+    slots = [memoryview(bytearray(block)) for _ in range(count)]
+    copies = Copies(4)
+    copies.to_slots(slots, pages_)
+    copies.close()
+    assert b"".join(slots) == memory.tobytes()
+
+
+def test_calls_turn_faults_into_misses(caplog: pytest.LogCaptureFixture) -> None:
+    calls = Calls()
+
+    def wrong() -> int:
+        raise ValueError("whatever")
+
+    assert calls.answer("exists", lambda: 0, lambda: 7) == 7
+    assert calls.answer("exists", lambda: 0, wrong) == 0
+    assert calls.answer("exists", lambda: 0, wrong) == 0
+    assert calls.faults == 2
+    assert [record.message for record in caplog.records] == [
+        "exists failed; it and its like are misses from here on"
+    ]
+
+
+def test_closing_waits_for_calls_under_way_and_refuses_others() -> None:
+    calls, inside, go = Calls(), threading.Event(), threading.Event()
+
+    def slow() -> int:
+        inside.set()
+        assert go.wait(60)
+        return 1
+
+    answers: list[int] = []
+    thread = threading.Thread(target=lambda: answers.append(calls.answer("get", int, slow)))
+    thread.start()
+    assert inside.wait(60)
+    assert not calls.close(0.01), "a call is under way"
+    assert calls.answer("get", int, lambda: 1) == 0, "closed"
+    go.set()
+    assert calls.close(60.0)
+    thread.join()
+    assert answers == [1]
+
+
+@given(st.lists(st.booleans(), max_size=12), st.integers(1, 4))
+def test_trailing_lengths(held: list[bool], window: int) -> None:
+    naive = [
+        length for length in range(1, len(held) + 1) if all(held[max(0, length - window) : length])
+    ]
+    assert trailing_lengths(held, window) == naive
+
+
+def test_hits_of_several_pools_are_what_all_can_serve() -> None:
+    hits = kv_hits("kv", 6)
+    hits.restrict("indexer", range(1, 6))
+    hits.restrict("mamba", [2, 4, 6])
+    assert hits.lengths == [2, 4]
+    assert hits.pages == 4
+    assert hits.by_pool == {"kv": 6, "indexer": 5, "mamba": 6}
+    hits.restrict("swa", [])
+    assert hits.pages == 0
+    assert "swa" not in hits.by_pool
+    assert kv_hits("kv", 0).by_pool == {}
+
+
+def test_names_of_model_and_weights(tmp_path: Any) -> None:
+    said = backend_settings({"model": "org/m", "revision": "r7"})
+    silent = backend_settings({})
+    assert model_of(said, config()) == "org/m"
+    assert model_of(silent, config(model_name="/data/llama/")) == "llama"
+    assert model_of(silent, config(model_name=None)) == ""
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    args = SimpleNamespace(model_path=str(tmp_path), dtype="bfloat16", quantization=None)
+    first = revision_of(silent, args)
+    assert revision_of(said, args) == "r7"
+    assert revision_of(silent, None) == ""
+    assert revision_of(silent, SimpleNamespace(**{**vars(args), "dtype": "float16"})) != first
+    (tmp_path / "model.safetensors").write_bytes(bytes(999) + b"\1")
+    assert revision_of(silent, args) != first
