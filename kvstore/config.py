@@ -195,6 +195,8 @@ class ServerSettings(Section):
     """Token to tenant. Empty: no token is asked for, and everybody is tenant "default"."""
     admin_token: str = Field(default="", repr=False)
     """Bearer token of flush and clear, when tokens are set."""
+    kv_events: tuple[str, ...] = ()
+    """Endpoints of engines that publish KV events, "tcp://HOST:5557"; needs pyzmq."""
 
 
 class LimitSettings(Section):

@@ -6,7 +6,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from kvstore.errors import ConfigError
 from kvstore.service.app import Service, build_app
 from kvstore.service.auth import Tenants
 from kvstore.service.care import add_care
+from kvstore.service.engine_index import EngineIndex
+from kvstore.service.engine_routes import add_engines
 from kvstore.service.hotpath import HotPath
 from kvstore.service.sockets import BACKLOG, listen
 from kvstore.store import Store
@@ -68,10 +70,13 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
         )
         ending.callback(service.close)
 
-        def stats() -> dict[str, Any]:
-            return {**store.stats(), "service": hot.snapshot(), "http": service.snapshot()}
+        engines = _listen_to_engines(settings.server.kv_events, ending)
 
-        server = _http_server(service)
+        def stats() -> dict[str, Any]:
+            own = {**store.stats(), "service": hot.snapshot(), "http": service.snapshot()}
+            return own if engines is None else {**own, "engines": engines.snapshot()}
+
+        server = _http_server(service, engines)
         hot.start()
         ending.callback(hot.stop)
         # What lives until the end need not be looked through by every collection.
@@ -107,9 +112,29 @@ class Stop:
             server.should_exit = True
 
 
-def _http_server(service: Service) -> uvicorn.Server:
+def _listen_to_engines(endpoints: Sequence[str], ending: ExitStack) -> EngineIndex | None:
+    """An index of what the engines at these endpoints hold; None where there are none.
+
+    Raises ConfigError: an endpoint that is none, or pyzmq is not installed.
+    """
+    if not endpoints:
+        return None
+    try:
+        from kvstore.service.event_sockets import Subscriber
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "server.kv_events needs pyzmq; pip install 'kvstore-offload[events]'"
+        ) from None
+    index = EngineIndex()
+    ending.callback(Subscriber(endpoints, index).close)
+    return index
+
+
+def _http_server(service: Service, engines: EngineIndex | None) -> uvicorn.Server:
     app = build_app(service)
     add_care(app, service)
+    if engines is not None:
+        add_engines(app, service, engines)
     config = uvicorn.Config(
         app,
         loop="uvloop",
