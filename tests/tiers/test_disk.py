@@ -239,6 +239,22 @@ def test_appending_goes_on_where_it_ended(directory: Path, buffer: FrameBuffer) 
     assert len(segment_files(directory)) == 1
 
 
+def test_what_is_appended_to_an_old_segment_outlives_a_kill(
+    directory: Path, tmp_path: Path, buffer: FrameBuffer
+) -> None:
+    """Its footer, which does not name it, is taken away first."""
+    tier = open_disk(directory)
+    keys = put(tier, buffer, range(3))
+    tier.close()
+    tier = open_disk(directory)
+    keys += put(tier, buffer, range(3, 6))
+    copy = left_by_a_kill(directory, tmp_path / "copy")
+    tier.close()
+    tier = open_disk(copy)
+    assert held(tier, buffer, keys) == keys
+    tier.close()
+
+
 def test_a_deletion_holds_in_a_sealed_segment(
     directory: Path, tmp_path: Path, buffer: FrameBuffer
 ) -> None:

@@ -57,16 +57,17 @@ class StripedTier(RuleBasedStateMachine):
         )
         self.tier: Tier = disk.open(config, files=self.files)
 
-    @rule(number=NUMBER)
-    def write(self, number: int) -> None:
-        key, header, payload = self.buffer.fill(key_of(number), 1 + 2099 * number)
-        try:
-            self.tier.write(key, header, payload)
-        except TierUnavailable:
-            assert self.present == [self.broken], "a disk that works was not used"
-        else:
-            self.alive.add(number)
-            assert self.tier.contains([key]) == [True] or self.broken
+    @rule(numbers=st.sets(NUMBER, min_size=1))
+    def write(self, numbers: set[int]) -> None:
+        for number in sorted(numbers):
+            key, header, payload = self.buffer.fill(key_of(number), 1 + 2099 * number)
+            try:
+                self.tier.write(key, header, payload)
+            except TierUnavailable:
+                assert self.present == [self.broken], "a disk that works was not used"
+            else:
+                self.alive.add(number)
+                assert self.tier.contains([key]) == [True] or self.broken
 
     @rule(number=NUMBER)
     def delete(self, number: int) -> None:
