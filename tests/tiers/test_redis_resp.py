@@ -36,14 +36,18 @@ class Stream:
         self.cut = list(cut)
         self.taken = 0
 
-    def receive(self, view: memoryview) -> int:
-        assert len(view), "nothing was asked for"
-        limit = self.cut.pop(0) if self.cut else len(view)
-        piece = self.data[self.taken : self.taken + min(limit, len(view))]
+    def receive(self, views: list[memoryview]) -> int:
+        room = sum(len(view) for view in views)
+        assert room, "nothing was asked for"
+        limit = self.cut.pop(0) if self.cut else room
+        piece = self.data[self.taken : self.taken + min(limit, room)]
         if not piece:
             raise Ended
-        view[: len(piece)] = piece
         self.taken += len(piece)
+        left = piece
+        for view in views:
+            part, left = left[: len(view)], left[len(view) :]
+            view[: len(part)] = part
         return len(piece)
 
 
@@ -220,6 +224,13 @@ def test_a_command_says_the_length_of_each_word(words: list[bytes]) -> None:
         assert rest[int(nbytes) :][:2] == b"\r\n"
         rest = rest[int(nbytes) + 2 :]
     assert rest == b""
+
+
+@settings(deadline=None)
+@given(names=st.lists(st.binary(max_size=40), max_size=6))
+def test_many_commands_are_each_of_them(names: list[bytes]) -> None:
+    each = [resp.command(b"EXISTS", name) for name in names]
+    assert resp.commands(b"EXISTS", names) == b"".join(each)
 
 
 @pytest.mark.parametrize("ttl_ms", [0, 5000])

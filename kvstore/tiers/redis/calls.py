@@ -22,16 +22,12 @@ from kvstore.errors import TierError
 from kvstore.frame import aligned_buffer
 from kvstore.tiers.redis import faults, resp
 from kvstore.tiers.redis.exchange import Exchange
-from kvstore.tiers.redis.resp import command
 from kvstore.tiers.redis.servers import Servers
 
 ASK_MAX: Final = 8192
 """Small commands sent in one go, so that neither side buffers without bound."""
 CLOSE_WAIT_S: Final = 5.0
 """Longest `close` waits for calls under way; a later one closes its connection by itself."""
-
-Command = tuple[bytes, bytes]
-"""A command's word and the name it is about."""
 
 
 class Calls:
@@ -47,6 +43,7 @@ class Calls:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._closed = False
+        self._idle: defaultdict[ConnectionPool, list[Exchange]] = defaultdict(list)
         self._scratch: queue.LifoQueue[memoryview] = queue.LifoQueue()
         for _ in range(at_once):
             self._scratch.put(aligned_buffer(resp.SCRATCH_BYTES)[: resp.SCRATCH_BYTES])
@@ -70,26 +67,28 @@ class Calls:
         with self._permit() as scratch, self._borrowed(pool, scratch, nbytes) as exchange:
             yield exchange
 
-    def ask(self, commands: Sequence[Command], *, partial: bool = True) -> list[bytes | None]:
-        """One-line replies to small commands; errors are replies too.
+    def ask(
+        self, word: bytes, names: Sequence[bytes], *, partial: bool = True
+    ) -> list[bytes | None]:
+        """One-line replies to a small command about each name; errors are replies too.
 
         partial: None stands for the replies of a server that failed while others answered; else,
         and when all failed, its fault is raised.
         """
         replies: list[bytes | None] = []
-        for first in range(0, len(commands), ASK_MAX):
-            part = commands[first : first + ASK_MAX]
+        for first in range(0, len(names), ASK_MAX):
+            part = names[first : first + ASK_MAX]
             answers: list[bytes | None] = [None] * len(part)
-            left, failures = self._ask_once(part, range(len(part)), answers)
+            left, failures = self._ask_once(word, part, range(len(part)), answers)
             if failures and (not partial or all(line is None for line in answers)):
                 raise failures[0]
             if left:
                 self.look_elsewhere()
-                left, failures = self._ask_once(part, left, answers)
+                left, failures = self._ask_once(word, part, left, answers)
                 if failures and not partial:
                     raise failures[0]
             for index in left:
-                answers[index] = self._follow(*part[index])
+                answers[index] = self._follow(word, part[index])
             replies += answers
         return replies
 
@@ -98,6 +97,15 @@ class Calls:
         if not self.servers.clustered:
             raise TierError(f"{self.servers} is a node of a cluster; give it as cluster")
         self.count("redirects")
+        self.look_again()
+
+    def look_again(self) -> None:
+        """A server failed, or is not who it was: ask where they are, on new connections."""
+        with self._lock:
+            idle, self._idle = self._idle, defaultdict(list)
+        for pool, exchanges in idle.items():
+            for exchange in exchanges:
+                self._end(pool, exchange)
         self.servers.look_again()
 
     def close(self) -> None:
@@ -110,10 +118,19 @@ class Calls:
         with contextlib.suppress(queue.Empty):
             for _ in range(self._at_once):
                 self._scratch.get(timeout=max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            idle = list(self._idle.items())
+        for pool, exchanges in idle:
+            for exchange in exchanges:
+                self._end(pool, exchange)
         self.servers.close()
 
     def _ask_once(
-        self, commands: Sequence[Command], which: Sequence[int], answers: list[bytes | None]
+        self,
+        word: bytes,
+        names: Sequence[bytes],
+        which: Sequence[int],
+        answers: list[bytes | None],
     ) -> tuple[list[int], list[Exception]]:
         """Put the replies into `answers`; returns those that are redirects, and what failed.
 
@@ -121,14 +138,14 @@ class Calls:
         """
         groups: defaultdict[ConnectionPool, list[int]] = defaultdict(list)
         for index in which:
-            groups[self.servers.pool_of(commands[index][1])].append(index)
+            groups[self.servers.pool_of(names[index])].append(index)
         failures: list[Exception] = []
         with self._permit() as scratch, contextlib.ExitStack() as borrowed:
             waiting = []
             for pool, group in groups.items():
                 try:
                     exchange = borrowed.enter_context(self._borrowed(pool, scratch))
-                    exchange.send(b"".join(command(*commands[index]) for index in group))
+                    exchange.send(resp.commands(word, [names[index] for index in group]))
                     waiting.append((exchange, group))
                 except faults.FOREIGN as fault:
                     failures.append(fault)
@@ -142,7 +159,7 @@ class Calls:
                     answers[index] = line
         if 0 < len(failures) < len(groups):
             self.count("faults")
-            self.servers.look_again()
+            self.look_again()
         return [i for i in which if _is_redirect(answers[i])], failures
 
     def _follow(self, word: bytes, name: bytes) -> bytes:
@@ -170,19 +187,45 @@ class Calls:
     def _borrowed(
         self, pool: ConnectionPool, scratch: memoryview, nbytes: int = 0
     ) -> Iterator[Exchange]:
-        """A connection, closed before it goes back unless it is in step."""
-        connection = pool.get_connection()
+        """A connection, closed before it goes back unless it is in step.
+
+        Those in step are kept here: giving one to redis-py's pool and taking it out again costs
+        more than the two system calls of a small read.
+        """
+        exchange = self._kept(pool)
+        if exchange is None:
+            connection = pool.get_connection()
+            exchange = Exchange(connection, self._timeout_s)
         try:
-            exchange = Exchange(connection, scratch, self._timeout_s, nbytes)
-            try:
-                yield exchange
-            finally:
-                if self._closed or not exchange.in_step:
-                    connection.disconnect()
+            exchange.begin(scratch, nbytes)
+            yield exchange
         finally:
-            pool.release(connection)
+            keep = exchange.in_step and not self._closed
+            if keep:
+                with self._lock:
+                    self._idle[pool].append(exchange)
+            else:
+                self._end(pool, exchange)
+
+    def _kept(self, pool: ConnectionPool) -> Exchange | None:
+        """The connection used last, if one is idle and nothing has happened to it."""
+        while True:
+            with self._lock:
+                idle = self._idle[pool]
+                if not idle:
+                    return None
+                exchange = idle.pop()
+            if exchange.is_quiet():
+                return exchange
+            self._end(pool, exchange)
+
+    def _end(self, pool: ConnectionPool, exchange: Exchange) -> None:
+        exchange.connection.disconnect()
+        pool.release(exchange.connection)
 
 
 def _is_redirect(line: bytes | None) -> bool:
-    error = resp.error_in(line or b"")
+    if line is None or line[:1] != b"-":
+        return False
+    error = resp.error_in(line)
     return error is not None and faults.is_redirect(error)

@@ -6,6 +6,7 @@ straight between the connection's socket and the caller's buffers; everything el
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 import time
@@ -21,23 +22,41 @@ sends a byte now and then must not hold a worker."""
 TLS_PIECE_BYTES: Final = 256 << 10
 """A TLS socket waits for all that it is given at once; so it is given this much."""
 
+_TOO_LONG: Final = "the transfer took too long"
+_NOTHING: Final = memoryview(b"")
+
 
 class Exchange:
-    """Send, then receive exactly what was asked for. Not thread-safe.
+    """Send, then receive exactly what was asked for. Not thread-safe; used again and again.
 
     in_step is False between the two, and after any fault but an error reply: such a connection
     must be closed, because what arrives on it next may be the answer to this request.
     """
 
-    def __init__(self, connection: Any, scratch: memoryview, timeout_s: float, nbytes: int = 0):
-        """connection: redis-py's, connected. scratch: `resp.SCRATCH_BYTES` nobody else uses.
-        nbytes: how much will cross, at most."""
+    def __init__(self, connection: Any, timeout_s: float) -> None:
+        """connection: redis-py's, connected. timeout_s: longest wait for one byte."""
         self.in_step = True
         self.connection = connection
         # redis-py gives no public way to the socket; all its releases call it this.
         self._socket: socket.socket = connection._sock
+        self._tls = isinstance(self._socket, ssl.SSLSocket)
+        self._timeout_s = timeout_s
+        self._deadline = 0.0
+        self._scratch = _NOTHING
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+
+    def begin(self, scratch: memoryview, nbytes: int = 0) -> None:
+        """A new call. scratch: `resp.SCRATCH_BYTES` nobody else uses meanwhile. nbytes: how much
+        will cross, at most."""
         self._scratch = scratch
-        self._deadline = time.monotonic() + timeout_s + nbytes / SLOWEST_BYTES_PER_S
+        self._deadline = time.monotonic() + self._timeout_s + nbytes / SLOWEST_BYTES_PER_S
+
+    def is_quiet(self) -> bool:
+        """Whether nothing has come since the last call: neither its end nor bytes nobody asked
+        for, which would be taken for the next reply."""
+        pending = self._tls and self._socket.pending()  # type: ignore[attr-defined]
+        return not pending and not self._poll.poll(0)
 
     def send(self, *pieces: bytes | memoryview) -> None:
         """Send a request that lies in pieces, without joining them."""
@@ -45,7 +64,8 @@ class Exchange:
         views = [memoryview(piece) for piece in pieces]
         try:
             while views:
-                self._check_time()
+                if time.monotonic() > self._deadline:
+                    raise TimeoutError(_TOO_LONG)
                 sent = self._send_some(views)
                 while views and sent >= len(views[0]):
                     sent -= len(views.pop(0))
@@ -82,25 +102,25 @@ class Exchange:
         return reply
 
     def _send_some(self, views: Sequence[memoryview]) -> int:
-        if isinstance(self._socket, ssl.SSLSocket):
+        if self._tls:
             return self._socket.send(views[0][:TLS_PIECE_BYTES])
         return self._socket.sendmsg(views)
 
-    def _receive(self, view: memoryview) -> int:
-        self._check_time()
-        count = self._socket.recv_into(view)
+    def _receive(self, views: list[memoryview]) -> int:
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(_TOO_LONG)
+        if self._tls or len(views) == 1:
+            count = self._socket.recv_into(views[0])
+        else:
+            count = self._socket.recvmsg_into(views)[0]
         if not count:
             raise ConnectionResetError("the server closed the connection")
         return count
 
-    def _check_time(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise TimeoutError("the transfer took too long")
-
     def _raise_last_words(self) -> None:
         """A server that refuses a request says why and closes; sending then fails before the
         reason is read. Raises ErrorReply when there is one."""
-        if isinstance(self._socket, ssl.SSLSocket):
+        if self._tls:
             return
         try:
             count = self._socket.recv_into(self._scratch, 0, socket.MSG_DONTWAIT)

@@ -8,13 +8,13 @@ the beginning of another: the connection is out of step, and whoever owns it mus
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from kvstore.tiers.base import PAGE_BYTES
 
-Receive = Callable[[memoryview], int]
-"""Fills the front of a view with at least one byte, and says with how many."""
+Receive = Callable[[list[memoryview]], int]
+"""Fills views, one after the other, with at least one byte, and says with how many."""
 
 MAX_VALUE_BYTES: Final = 512 << 20
 """Longest string a server takes, unless its `proto-max-bulk-len` says otherwise."""
@@ -69,6 +69,12 @@ def command(*words: bytes) -> bytes:
     return head + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
 
 
+def commands(word: bytes, names: Iterable[bytes]) -> bytes:
+    """The same command for each of some names, as they are sent."""
+    head = b"*2\r\n$%d\r\n%s\r\n$" % (len(word), word)
+    return b"".join([head + b"%d\r\n%s\r\n" % (len(name), name) for name in names])
+
+
 def set_around(name: bytes, value_bytes: int, ttl_ms: int) -> tuple[bytes, bytes]:
     """What is sent before and after a value of `value_bytes` to set it if `name` is not there."""
     expiry = (b"PX", b"%d" % ttl_ms) if ttl_ms else ()
@@ -91,7 +97,7 @@ def read_lines(receive: Receive, scratch: memoryview, count: int) -> list[bytes]
     while lines < count:
         if len(taken) > count * LINE_MAX_BYTES:
             raise OutOfStep("replies without end")
-        piece = bytes(scratch[: receive(scratch)])
+        piece = bytes(scratch[: receive([scratch])])
         lines += piece.count(b"\n")
         taken += piece
     replies = bytes(taken).split(_END)
@@ -120,7 +126,7 @@ def read_value(
     while end < 0:
         if have > LINE_MAX_BYTES:
             raise OutOfStep("a reply without an end of its first line")
-        have += receive(scratch[have:])
+        have += receive([scratch[have:]])
         end = bytes(scratch[: min(have, LINE_MAX_BYTES)]).find(_END)
     line, rest = bytes(scratch[:end]), scratch[end + len(_END) : have]
     if line[:1] == b"-" or line == _NIL:
@@ -140,19 +146,26 @@ def read_value(
         return Value(Got.FOREIGN, 0, _drain(receive, scratch, rest, nbytes))
     if payload_bytes > len(payload):
         return Value(Got.TOO_LARGE, payload_bytes, _drain(receive, scratch, rest, nbytes))
-    rest = _fill(receive, header[:PAGE_BYTES], rest)
-    rest = _fill(receive, payload[:payload_bytes], rest)
-    _take_end(receive, scratch, rest)
+    end_ = memoryview(bytearray(len(_END)))
+    _fill(receive, [header[:PAGE_BYTES], payload[:payload_bytes], end_], rest)
+    _check_end(end_)
     return Value(Got.FRAME, payload_bytes)
 
 
-def _fill(receive: Receive, target: memoryview, front: memoryview) -> memoryview:
-    """Fill `target`, first with what was received already; returns what is left of that."""
-    have = min(len(front), len(target))
-    target[:have] = front[:have]
-    while have < len(target):
-        have += receive(target[have:])
-    return front[len(target) :]
+def _fill(receive: Receive, views: list[memoryview], front: memoryview) -> None:
+    """Fill all of `views`, first with what was received already."""
+    while views and front:
+        have = min(len(front), len(views[0]))
+        views[0][:have] = front[:have]
+        views[0], front = views[0][have:], front[have:]
+        if not views[0]:
+            views.pop(0)
+    while views:
+        have = receive(views)
+        while views and have >= len(views[0]):
+            have -= len(views.pop(0))
+        if have:
+            views[0] = views[0][have:]
 
 
 def _drain(receive: Receive, scratch: memoryview, rest: memoryview, nbytes: int) -> bool:
@@ -160,19 +173,16 @@ def _drain(receive: Receive, scratch: memoryview, rest: memoryview, nbytes: int)
     left = nbytes - len(rest)
     if left > DRAIN_MAX_BYTES:
         return False
-    if left <= 0:
-        _take_end(receive, scratch, rest[nbytes:])
-        return True
-    while left:
-        left -= receive(scratch[:left])
-    _take_end(receive, scratch, scratch[:0])
+    end = memoryview(bytearray(len(_END)))
+    front = rest[nbytes:].tobytes()  # of the scratch, which is received into
+    while left > 0:
+        left -= receive([scratch[:left]])
+    _fill(receive, [end], memoryview(front))
+    _check_end(end)
     return True
 
 
-def _take_end(receive: Receive, scratch: memoryview, rest: memoryview) -> None:
-    """The two bytes after a value, of which `rest` is here already."""
-    end = bytes(rest)
-    while len(end) < len(_END):
-        end += bytes(scratch[: receive(scratch[: len(_END) - len(end)])])
-    if end != _END:
+def _check_end(end: memoryview) -> None:
+    """The two bytes after a value."""
+    if bytes(end) != _END:
         raise OutOfStep("a value that is longer than it was said to be")

@@ -73,8 +73,10 @@ class RedisTier(Tier):
         """One round trip for each server that may hold any of them, all at once. A node of a
         cluster that does not answer holds nothing; that none answers is TierUnavailable."""
         with self._edge():
-            replies = self._calls.ask([(b"EXISTS", self._name(key)) for key in keys])
-            return [_good(line or b":0") == b":1" for line in replies]
+            replies = self._calls.ask(b"EXISTS", [self._name(key) for key in keys])
+            for line in replies:
+                _good(line or b"")
+            return [line == b":1" for line in replies]
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
         name = self._name(key)
@@ -115,7 +117,7 @@ class RedisTier(Tier):
         for pool in pools:
             for names in self._scan(pool):
                 with self._edge():
-                    lengths = self._calls.ask([(b"STRLEN", name) for name in names])
+                    lengths = self._calls.ask(b"STRLEN", names)
                 for name, line in zip(names, lengths, strict=True):
                     key = decode_name(self._prefix, name)
                     nbytes = int(line[1:]) if line and line[:1] == b":" else 0
@@ -257,7 +259,7 @@ class RedisTier(Tier):
     # --- many names ---------------------------------------------------------------------
 
     def _unlink(self, names: Sequence[bytes]) -> None:
-        for line in self._calls.ask([(b"UNLINK", name) for name in names], partial=False):
+        for line in self._calls.ask(b"UNLINK", names, partial=False):
             _good(line or b"")
 
     def _scan(self, pool: ConnectionPool) -> Iterator[list[bytes]]:
@@ -281,7 +283,7 @@ class RedisTier(Tier):
         except faults.FOREIGN as error:
             self._calls.count("faults", int(counted))
             if faults.is_of_the_place(error):
-                self._servers.look_again()
+                self._calls.look_again()
             where, secrets = str(self._servers), self._servers.address.secrets
             raise faults.mapped(error, where, secrets=secrets) from None
 
