@@ -8,10 +8,14 @@ import pytest
 from crash_rig import CrashRun
 
 
-@pytest.mark.parametrize(("capacity", "loops"), [(2 << 30, 12), (8 << 20, 8)])
-def test_kill_at_any_moment(tmp_path: Path, capacity: int, loops: int) -> None:
+@pytest.mark.parametrize(
+    ("directories", "capacity", "loops"),
+    [(1, 1 << 30, 7), (1, 8 << 20, 5), (3, 24 << 20, 8)],
+)
+def test_kill_at_any_moment(tmp_path: Path, directories: int, capacity: int, loops: int) -> None:
     """What `contains` names is whole and right, what was acknowledged is there, none is torn."""
-    run = CrashRun(tmp_path / "disk", capacity=capacity, seed=capacity)
+    places = [tmp_path / str(number) for number in range(directories)]
+    run = CrashRun(places, capacity=capacity, seed=capacity)
     for _ in range(loops):
         run.loop()
-    assert run.written
+    assert run.journal
