@@ -27,6 +27,10 @@ class TierFull(TierError):
     """The tier has no room and could make none."""
 
 
+class FrameTooLarge(TierError):
+    """A tier holds a frame that no block of its key can be: larger than the reader's buffer."""
+
+
 class FrameInvalid(KVStoreError):
     """Bytes at rest or on the wire that are not a frame of ours."""
 

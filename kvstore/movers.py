@@ -19,7 +19,7 @@ from kvstore.blocks import DTYPE_BYTES, Key
 from kvstore.codecs.base import Codec
 from kvstore.codecs.chooser import IDENTITY as IDENTITY
 from kvstore.codecs.chooser import Cost
-from kvstore.errors import FrameInvalid, TierError, TierUnavailable
+from kvstore.errors import FrameInvalid, FrameTooLarge, TierError, TierUnavailable
 from kvstore.frame import FrameHeader
 from kvstore.tiers.base import PAGE_BYTES, Judgement, Tier
 from kvstore.tiers.plans import Landing
@@ -73,7 +73,10 @@ def read_block(
     def fetch() -> Moved:
         target = slot if direct else staging.payload
         began_s = time.perf_counter()
-        length = tier.read(key, staging.header, target)
+        try:
+            length = tier.read(key, staging.header, target)
+        except FrameTooLarge as error:  # whatever it is, it is no block of this key
+            raise FrameInvalid(str(error)) from None
         if length == 0:
             return Moved(Landing.MISSING, reason="missing")
         tier_s = time.perf_counter() - began_s

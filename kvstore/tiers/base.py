@@ -67,7 +67,7 @@ class Tier(abc.ABC):
         """Fill `header` (4,096 bytes) and the front of `payload`; return payload bytes read.
 
         Returns 0 for a miss (no frame has an empty payload). A frame that does not fit in
-        `payload` is a TierError. Both views are 4 KiB aligned, payload's length is a multiple of
+        `payload` is FrameTooLarge. Both views are 4 KiB aligned, payload's length is a multiple of
         4,096. What lies in the buffers after a miss or an exception is undefined.
         """
 

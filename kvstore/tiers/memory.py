@@ -10,7 +10,7 @@ from pydantic import Field
 
 from kvstore.blocks import Key
 from kvstore.config import Bytes, Section
-from kvstore.errors import TierError, TierFull
+from kvstore.errors import FrameTooLarge, TierError, TierFull
 from kvstore.tiers.base import PAGE_BYTES, Tier
 
 DEFAULT_CAPACITY_BYTES = 1 << 30
@@ -52,7 +52,7 @@ class MemoryTier(Tier):
             self._frames.move_to_end(key)
         length = len(frame) - PAGE_BYTES
         if length > len(payload):
-            raise TierError(f"a payload of {length} bytes does not fit in {len(payload)}")
+            raise FrameTooLarge(f"a payload of {length} bytes does not fit in {len(payload)}")
         header[:PAGE_BYTES] = frame[:PAGE_BYTES]
         payload[:length] = memoryview(frame)[PAGE_BYTES:]
         return length

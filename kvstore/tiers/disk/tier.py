@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvstore.blocks import Key
-from kvstore.errors import TierError, TierFull, TierUnavailable
+from kvstore.errors import FrameTooLarge, TierError, TierFull, TierUnavailable
 from kvstore.frame import bind
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.files import PAGE, Files, Pages
@@ -101,7 +101,7 @@ class DiskTier(Tier):
             segment, page, pages = found
             nbytes = (pages - 1) * PAGE
             if nbytes > len(payload):
-                raise TierError(f"a payload of {nbytes} bytes does not fit in {len(payload)}")
+                raise FrameTooLarge(f"a payload of {nbytes} bytes does not fit in {len(payload)}")
             table = self._stripes.of(segment)
             table.touch(segment)
             self._shared.hold(segment)

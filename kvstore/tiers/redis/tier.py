@@ -10,7 +10,7 @@ from typing import Any, Final
 from redis.connection import ConnectionPool
 
 from kvstore.blocks import Key
-from kvstore.errors import TierError
+from kvstore.errors import FrameTooLarge, TierError
 from kvstore.tiers.base import PAGE_BYTES, Judgement, Tier
 from kvstore.tiers.redis import faults, resp
 from kvstore.tiers.redis.calls import Calls
@@ -83,7 +83,9 @@ class RedisTier(Tier):
         with self._edge():
             value = self._get(name, header, payload)
         if value.got is Got.TOO_LARGE:
-            raise TierError(f"a payload of {value.payload_bytes} bytes does not fit {len(payload)}")
+            raise FrameTooLarge(
+                f"a payload of {value.payload_bytes} bytes does not fit {len(payload)}"
+            )
         if value.got is Got.FOREIGN:
             self._calls.count("foreign")
             log.warning("%s: %s is no frame; it is deleted", self.name, name.decode())

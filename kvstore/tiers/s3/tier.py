@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Final
 
 from kvstore.blocks import Key
-from kvstore.errors import TierError, TierFull, TierUnavailable
+from kvstore.errors import FrameTooLarge, TierError, TierFull, TierUnavailable
 from kvstore.tiers.base import PAGE_BYTES, Tier
 from kvstore.tiers.s3 import layout
 from kvstore.tiers.s3.catalog import MAX_FRAME_PAGES, MAX_SEGMENT_PAGES, Catalog, Segment
@@ -96,7 +96,9 @@ class S3Tier(Tier):
                 segment, page, pages = found
                 nbytes = (pages - 1) * PAGE_BYTES
                 if nbytes > len(payload):
-                    raise TierError(f"a payload of {nbytes} bytes does not fit in {len(payload)}")
+                    raise FrameTooLarge(
+                        f"a payload of {nbytes} bytes does not fit in {len(payload)}"
+                    )
                 self._catalog.touch(segment)
             try:
                 self._objects.read(segment, page, header[:PAGE_BYTES], payload[:nbytes])
