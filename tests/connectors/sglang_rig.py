@@ -1,7 +1,7 @@
 """What the tests of the SGLang backend share: host memory of its shapes, and ranks over a sidecar.
 
 `HostMemory` has the attributes and calls of SGLang's MHA host pool over a real tensor, so that the
-tests run where no SGLang is installed; tests/engines/sglang runs the same backend over the real one.
+tests run where no SGLang is installed; tests/engines/sglang runs the backend over the real one.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ class HostMemory:
     def page(self, number: int) -> bytes:
         """Bytes of one page, flat."""
         return self.get_data_page(number * self.page_size).view(torch.uint8).numpy().tobytes()
+
+    def overwrite(self, number: int, data: bytes) -> None:
+        """Give a page these bytes."""
+        raw = torch.frombuffer(bytearray(data), dtype=self.dtype)
+        self.set_from_flat_data_page(number * self.page_size, raw)
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
         view = self._page(index)

@@ -418,5 +418,5 @@ def test_a_store_of_the_servers_own(tmp_path: Path) -> None:
         assert [host.page(n) for n in range(4, 8)] == [host.page(n) for n in range(4)]
         assert rank.shelves.clear()
         assert rank.run(keys) == 0
-    with pytest.raises(ConfigError, match="unknown key 'embedded.dsk'; did you mean 'disk'"):
+    with pytest.raises(ConfigError, match=r"unknown key 'embedded.dsk'; did you mean 'disk'\?"):
         Rank(settings(embedded={"dsk": "x"}), host)
