@@ -49,6 +49,13 @@ class ConnectorSettings(StoreSettings):
         )
 
 
+class TierSettings(StoreSettings):
+    """The tier's table in `secondary_tiers`."""
+
+    deadline_ms: Milliseconds = Field(default=2000.0, gt=0)
+    """Longest an answer, or slots for a transfer, are waited for."""
+
+
 def connector_settings(extra: Mapping[str, Any]) -> ConnectorSettings:
     """Raises ConfigError: an unknown key, a wrong value, a prefetch policy that is none."""
     settings = validated(ConnectorSettings, extra, "kv_connector_extra_config")

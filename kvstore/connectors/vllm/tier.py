@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
 import vllm
-from pydantic import Field
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -32,11 +31,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstore.blocks import DTYPE_BYTES, Namespace
-from kvstore.config import Milliseconds, validated
+from kvstore.config import validated
 from kvstore.connectors.base import GuardedStore
 from kvstore.connectors.vllm.host_pool import remove_abandoned
 from kvstore.connectors.vllm.lookups import Lookups
-from kvstore.connectors.vllm.settings import StoreSettings, check_version
+from kvstore.connectors.vllm.settings import StoreSettings, TierSettings, check_version
 from kvstore.connectors.vllm.stores import open_store
 from kvstore.connectors.vllm.transfers import Transfers, rows_of
 from kvstore.connectors.vllm.weights import fingerprint_of_name
@@ -52,13 +51,6 @@ ANSWERS: Final = {
     Answer.MISS: LookupResult.MISS,
     Answer.PENDING: LookupResult.RETRY,
 }
-
-
-class TierSettings(StoreSettings):
-    """The tier's table in `secondary_tiers`."""
-
-    deadline_ms: Milliseconds = Field(default=2000.0, gt=0)
-    """Longest an answer, or slots for a transfer, are waited for."""
 
 
 class KVStoreTier(SecondaryTierManager):

