@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
 
@@ -180,6 +181,22 @@ def test_deletions_in_a_shared_segment_outlive_the_process(
     tier.close()
     tier = s3_server.open(bucket)
     assert held(tier, buffer, keys) == keys
+    tier.close()
+
+
+def test_deletions_at_the_same_time_in_one_segment_are_all_kept(
+    s3_server: S3Server, bucket: str, buffer: FrameBuffer
+) -> None:
+    keys = [key_of(number) for number in range(16)]
+    tier = s3_server.open(bucket, writers=16, linger="10s")
+    for _ in range(4):
+        write_together(tier, keys)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda key: tier.delete([key]), keys[:12]))
+        fresh = s3_server.open(bucket)
+        assert held(fresh, buffer, keys) == keys[12:]
+        fresh.close()
+        tier.clear()
     tier.close()
 
 

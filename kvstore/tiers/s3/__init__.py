@@ -83,16 +83,16 @@ class Config(Section):
     """Blocks that may wait to be packed; each has a thread and a buffer of a slot."""
     downloads: int = Field(default=16, ge=1, le=256)
     """Reads in flight; each has a thread and a buffer of a slot."""
-    linger: Milliseconds = Field(default=20.0, le=10_000)
+    linger: Milliseconds = Field(default=20.0, ge=0, le=10_000)
     """How long a block waits for others to share its object."""
     refresh: Milliseconds = Field(default=30_000.0, ge=50)
     """Time between two listings: how old the news of other nodes may be."""
-    grace: Milliseconds = Field(default=600_000.0)
+    grace: Milliseconds = Field(default=600_000.0, ge=0)
     """What was written by another node less than this ago is not collected. Several times the
     refresh of the slowest node is right."""
-    capacity: Bytes = 0
+    capacity: Bytes = Field(default=0, ge=0)
     """Most bytes of all objects under the prefix; 0: no limit."""
-    ttl: Milliseconds = 0.0
+    ttl: Milliseconds = Field(default=0.0, ge=0)
     """Age at which objects are removed; 0: never."""
     timeout: Milliseconds = Field(default=5_000.0, ge=10)
     """Longest a connection may take to open, or stay without progress; a whole request, four

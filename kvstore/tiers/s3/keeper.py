@@ -192,10 +192,11 @@ class Keeper:
     def write_grave(self, segment: Segment) -> None:
         """Make the deletions in a segment outlive this process. Raises TierUnavailable."""
         with self._lock:
-            dead = set(segment.dead)
-        name = self._objects.bury(segment, dead)
+            # At one moment: of graves that come later, this one does not hold every page.
+            dead, older = set(segment.dead), set(segment.graves)
+        name = self._objects.bury(segment, dead, older)
         with self._lock:
-            segment.graves = {name}
+            segment.graves = (segment.graves - older) | {name}
             segment.dirty = segment.dead != dead
 
     def clear(self) -> None:

@@ -153,16 +153,16 @@ class Objects:
 
     # ------------------------------------------------------------------ graves
 
-    def bury(self, segment: Segment, dead: Iterable[int]) -> str:
+    def bury(self, segment: Segment, dead: Iterable[int], older: Iterable[str]) -> str:
         """Say for good that the blocks at these pages are deleted; the grave's name.
 
-        The graves it replaces are removed. Raises TierUnavailable, TierError.
+        older: graves that hold no other page; they are removed. Raises TierUnavailable, TierError.
         """
         grave = layout.pack_grave(segment.identity, dead)
         name = layout.grave_name(segment.name, grave)
         self.client.put(name, [memoryview(grave)], absent=False)
-        for older in segment.graves - {name}:
-            self.client.delete(older)
+        for grave_before in set(older) - {name}:
+            self.client.delete(grave_before)
         return name
 
     def dug(self, listed: Listed, identity: bytes) -> set[int]:
