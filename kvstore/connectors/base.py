@@ -39,7 +39,8 @@ class Copy:
     pages: page ids of each block. slots: slots of `slab`, one for each block. after: the device's
     work that must end first. owner: whatever the caller wants back. error: why it failed, if so.
     by_layer: a scatter whose layers are wanted as they arrive: `layers` is set, and the copy handed
-    out by `launched`, once all of it is queued on the device.
+    out by `launched`, once all of it is queued on the device. then: called by the thread with the
+    slots of a gather that has ended.
     """
 
     direction: Direction
@@ -50,6 +51,7 @@ class Copy:
     owner: Any
     by_layer: bool = False
     layers: Sequence[Event] = ()
+    then: Callable[[Sequence[memoryview]], None] | None = None
     error: str = ""
 
 
@@ -134,6 +136,8 @@ class CopyThread:
         views = [copy.slab.view(slot) for slot in copy.slots]
         if copy.direction is Direction.GATHER:
             self._copier.gather(copy.pages, views).wait()
+            if copy.then is not None:
+                copy.then(views)
         elif copy.by_layer:
             copy.layers = self._copier.scatter_layers(copy.pages, views)
             with self._changed:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,6 +21,7 @@ from kvstore.connectors.attempts import Attempts
 from kvstore.connectors.base import Copy, CopyThread, Direction, GuardedStore
 from kvstore.engine.hooks import MISS, HookEvent, HookMatch, Loaded, Saved
 from kvstore.kernels import Copier, Event
+from kvstore.kernels.error_meter import ErrorMeter
 from kvstore.tiers.policies.prefetch import PrefetchPolicy
 from kvstore.verbs import BlockStore, Load, Save
 
@@ -93,6 +95,7 @@ class ReferenceHooks:
         )
         self._copier = copier if copier is not None else kernels.copier_for(layout, form)
         self._copies = CopyThread(self._copier)
+        self._meter = ErrorMeter(layout, form) if form.storage == "int8" else None
         self._saving: dict[int, Saving] = {}
         self._events: list[HookEvent] = []
         self._counts: Counter[str] = Counter()
@@ -170,6 +173,7 @@ class ReferenceHooks:
             "slots_leased_waiting": self._attempts.slots_leased(),
             "saves_under_way": len(self._saving),
             "copies_under_way": self._copies.under_way,
+            **({"kv_int8": self._meter.stats()} if self._meter is not None else {}),
         }
 
     def close(self) -> None:
@@ -243,6 +247,8 @@ class ReferenceHooks:
         by_layer = direction is Direction.SCATTER
         after = self._copier.mark()
         copy = Copy(direction, rows, slab, tuple(slots), after, owner, by_layer=by_layer)
+        if self._meter is not None and not by_layer:
+            copy.then = partial(self._meter.look, rows)
         taken = self._copies.submit(copy)
         self._counts["copies_dropped"] += not taken
         return taken

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from kvstore.engine.hooks import LayerArrival
 
@@ -49,7 +50,8 @@ class PrefillRow:
     kv_len: int
     pages: torch.Tensor
     mask: torch.Tensor | None
-    """[end - first, kv_len] additive, None for a row that starts at 0 (plain causal)."""
+    """[end - first, kv_len] additive; None for a row that starts at 0 (plain causal), and on CUDA,
+    whose kernels know this mask."""
 
 
 @dataclass(slots=True)
@@ -65,6 +67,22 @@ class DecodeGroup:
     pages_each: int
     kv_len: int
     mask: torch.Tensor | None
+
+
+def lower_right_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of the last queries of a sequence over all of it.
+
+    q: [1, heads, n, head_dim]; k, v: [1, kv_heads, kv_len, head_dim], n <= kv_len.
+
+    On CUDA this is FlashAttention, which needs no mask in memory, where torch has it for the dtype
+    and head_dim. K and V are repeated for the query heads that share them: torch's kernels do not
+    all share, and its fallback would hold all scores at once.
+    """
+    groups = q.shape[1] // k.shape[1]
+    k, v = (held.repeat_interleave(groups, dim=1) for held in (k, v))
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    mixed: torch.Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return mixed
 
 
 class AttentionPlan:
@@ -111,7 +129,7 @@ class AttentionPlan:
         kv_len = row.start + count
         pages = torch.from_numpy(table[: -(-kv_len // self._page_tokens)]).to(self._device)
         mask = None
-        if row.start:
+        if row.start and self._device.type != "cuda":
             mask = torch.full(
                 (count, kv_len), float("-inf"), dtype=self._dtype, device=self._device
             ).triu_(row.start + 1)
@@ -172,6 +190,10 @@ class AttentionPlan:
     ) -> None:
         held = layer_pool.index_select(1, row.pages).flatten(1, 2)[:, : row.kv_len]
         k, v = held.transpose(1, 2)[:, None]
+        if self._device.type == "cuda":
+            mixed = lower_right_attention(q[row.first : row.end].transpose(0, 1)[None], k, v)
+            out[row.first : row.end] = mixed[0].transpose(0, 1)
+            return
         mixed = F.scaled_dot_product_attention(
             q[row.first : row.end].transpose(0, 1)[None],
             k,

@@ -124,11 +124,15 @@ def random_model(
     tied_embeddings: bool = False,
     dtype: str = "float32",
     device: str = "auto",
+    made_on_device: bool = False,
 ) -> LoadedModel:
     """A model with random weights from a seed: the same on every machine of one torch version.
 
     Weights keep activations near unit size, so that attention matters and the best token is seldom
     a near tie. From BYTE_VOCAB tokens on it has a byte tokenizer.
+
+    made_on_device: draw the weights there, in seconds for a large model; they are others than those
+        drawn on the CPU, and named by seed and kind of device instead of by their digest.
 
     Raises:
         ConfigError: an unsupported family, or sizes that do not fit together.
@@ -151,18 +155,24 @@ def random_model(
         eos_ids=(256,) if vocab >= BYTE_VOCAB else (),
     )
     digest = xxhash.xxh3_128()
-    generator = torch.Generator().manual_seed(seed)
+    source = torch_device if made_on_device else torch.device("cpu")
+    generator = torch.Generator(source).manual_seed(seed)
+    if made_on_device:
+        # A device draws other numbers than one of another kind.
+        kind = torch.cuda.get_device_name(source) if source.type == "cuda" else source.type
+        digest.update(f"seed {seed} on {kind}, torch {torch.__version__}".encode())
     shapes = _shapes(config)
 
     def get(name: str) -> torch.Tensor:
         shape = shapes[name]
-        tensor = torch.randn(shape, generator=generator)
+        tensor = torch.randn(shape, generator=generator, device=source)
         if name.endswith("norm.weight"):
             tensor = 1.0 + 0.1 * tensor
         elif len(shape) == 2 and name != "model.embed_tokens.weight":
             tensor *= 2.0 / math.sqrt(shape[1])
         digest.update(name.encode())
-        digest.update(tensor.numpy().data)
+        if not made_on_device:
+            digest.update(tensor.numpy().data)
         return tensor.to(device=torch_device, dtype=torch_dtype)
 
     model = _assemble(config, get)

@@ -17,7 +17,7 @@ operation rounded to nearest even, no fused multiply-add.
 
 What to expect, for vectors of 128 values that are normally distributed: a relative error (root
 mean square) of about 0.6 %; one outlier of ten times the rest makes it about 2 %. What it does to
-a model's answers is for its user to measure; `error_of` reports the error of KV that was kept.
+a model's answers is for its user to measure; `error_meter` reports the error of KV that was kept.
 """
 
 from __future__ import annotations

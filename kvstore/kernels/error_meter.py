@@ -1,0 +1,61 @@
+"""What int8 storage costs: the error of blocks that were kept, sampled while they are gathered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from kvstore.kernels.formats import BlockFormat
+from kvstore.kernels.layout import PoolLayout
+from kvstore.kernels.quantise import QuantisationError, error_of
+from kvstore.kernels.torch_copier import HostCopier
+
+SAMPLE_EVERY: Final = 64
+"""Of so many gathers one is looked at, by its first block; the first gather is."""
+
+
+def block_error(
+    pool: PoolLayout, form: BlockFormat, pages: Sequence[int], slot: memoryview
+) -> QuantisationError:
+    """The error of one block in a slot against its pages, which are as they were gathered."""
+    before = [sheet[list(pages)].cpu() for sheet in pool.sheets]
+    after = PoolLayout(tuple(torch.zeros_like(sheet) for sheet in before), pool.parts)
+    HostCopier(after, form).scatter([list(range(len(pages)))], [slot])
+    return error_of(torch.stack(before), torch.stack(after.sheets))
+
+
+class ErrorMeter:
+    """Samples the error of what is gathered. `look` in the copier's thread, `stats` in any."""
+
+    def __init__(self, pool: PoolLayout, form: BlockFormat) -> None:
+        self._pool = pool
+        self._form = form
+        self._lock = threading.Lock()
+        self._gathers = 0
+        self._errors = 0
+        self._max_abs = 0.0
+        self._relative_rms = 0.0
+
+    def look(self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]) -> None:
+        """After a gather, before its pages may change: measure, if it is one that is sampled."""
+        self._gathers += 1
+        whole = [index for index, row in enumerate(pages) if min(row) >= 0]
+        if self._gathers % SAMPLE_EVERY != 1 or not whole:
+            return
+        error = block_error(self._pool, self._form, pages[whole[0]], slots[whole[0]])
+        with self._lock:
+            self._errors += 1
+            self._max_abs = max(self._max_abs, error.max_abs)
+            self._relative_rms = max(self._relative_rms, error.relative_rms)
+
+    def stats(self) -> dict[str, Any]:
+        """The worst seen so far."""
+        with self._lock:
+            return {
+                "blocks_sampled": self._errors,
+                "max_abs": self._max_abs,
+                "relative_rms": self._relative_rms,
+            }

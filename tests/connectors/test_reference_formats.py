@@ -1,0 +1,81 @@
+"""An engine over a store whose blocks are kept in another order, in planes, or as int8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvstore.connectors.reference import ReferenceHooks
+from kvstore.engine.loader import random_model
+from kvstore.engine.loop import Engine
+from kvstore.engine.runner import Runner
+from kvstore.kernels import BlockFormat
+from kvstore.leases import Slab
+from kvstore.store import Store
+from kvstore.tiers.policies.prefetch import WaitComplete
+
+torch.set_num_threads(1)
+
+PAGE_TOKENS, BLOCK_TOKENS, NUM_PAGES = 4, 8, 32
+LIMIT_MS = 60_000.0
+LOADED = random_model(5, layers=2, hidden=64, heads=4, kv_heads=2, vocab=97, device="cpu")
+PROMPT = np.random.default_rng(0).integers(0, 97, 45).tolist()
+
+
+def generate(store: Store, form: BlockFormat) -> tuple[Any, dict[str, Any]]:
+    """A new engine over the store: its answer, and what its hooks count."""
+    session = store.session(form.namespace(LOADED.namespace(BLOCK_TOKENS)))
+    runner = Runner(LOADED, NUM_PAGES, PAGE_TOKENS)
+    hooks = ReferenceHooks(
+        session,
+        runner.pool,
+        PAGE_TOKENS,
+        policy=WaitComplete(cap_ms=LIMIT_MS),
+        deadline_ms=LIMIT_MS,
+        min_load_tokens=0,
+    )
+    engine = Engine(
+        LOADED, num_pages=NUM_PAGES, page_tokens=PAGE_TOKENS, hooks=hooks, runner=runner
+    )
+    [output] = engine.generate([PROMPT], max_tokens=6, ignore_eos=True)
+    engine.check()
+    stats = hooks.stats()
+    engine.close()
+    session.close()
+    return output, stats
+
+
+def make_store(form: BlockFormat) -> Store:
+    block_bytes = form.namespace(LOADED.namespace(BLOCK_TOKENS)).block_bytes
+    return Store(Slab.create(16, max(block_bytes, 1)), [])
+
+
+@pytest.mark.parametrize("order", ["KTLHD", "LHTC"])
+@pytest.mark.parametrize("storage", ["plain", "planes"])
+def test_any_order_and_planes_change_nothing(order: str, storage: str) -> None:
+    form = BlockFormat(order, storage)
+    store = make_store(form)
+    cold, _ = generate(store, form)
+    hit, stats = generate(store, form)
+    assert (cold.cached.get("l2", 0), hit.cached["l2"]) == (0, 40)
+    assert hit.tokens == cold.tokens
+    assert "kv_int8" not in stats
+    store.close()
+
+
+def test_int8_reports_its_error_and_answers_nobody_else() -> None:
+    """Half the bytes, in a namespace of its own: who asks for exact KV misses."""
+    lossy, exact = BlockFormat("LKTHD", "int8"), BlockFormat()
+    store = make_store(exact)
+    _, stats = generate(store, lossy)
+    assert stats["kv_int8"]["blocks_sampled"] == 1
+    assert 0.0 < stats["kv_int8"]["relative_rms"] < 0.02
+    assert 0.0 < stats["kv_int8"]["max_abs"] < 0.1
+    other, _ = generate(store, exact)
+    assert other.cached.get("l2", 0) == 0
+    again, _ = generate(store, lossy)
+    assert again.cached["l2"] == 40
+    store.close()
