@@ -139,8 +139,7 @@ def all_that_fixes_a_page() -> list[Namespace]:
         host = HostPool(pool, name)
         told = {key: value for key, value in more.items() if key in named}
         ranked = {key: value for key, value in more.items() if key not in named}
-        nbytes = host.flat_bytes()
-        return namespace_of(host, config(**ranked), nbytes, order, **{**named, **told})  # type: ignore[arg-type]
+        return namespace_of(host, config(**ranked), order, **{**named, **told})  # type: ignore[arg-type]
 
     return [
         *(of(pool) for pool in pools),
@@ -199,7 +198,6 @@ def test_replicated_kv_is_one_page_for_all_ranks_and_its_states_are_not() -> Non
             namespace_of(
                 host,
                 config(tp_size=2, tp_rank=rank, is_mla_model=True),
-                host.flat_bytes(),
                 EXTENTS,
                 model="m",
                 revision="r",

@@ -133,7 +133,7 @@ def test_a_name_without_its_data(wreck: Wreck) -> None:
 def test_an_object_of_another_size_under_the_key(wreck: Wreck, nbytes: int) -> None:
     with wreck.down():
         namespace = namespace_of(
-            HostPool(wreck.host, "kv"), config(), PAGE_BYTES, EXTENTS, model="m", revision="r"
+            HostPool(wreck.host, "kv"), config(), EXTENTS, model="m", revision="r"
         )
         key = Key("default", namespace.digest, hashes_of(wreck.keys)[1])
         settings_ = disk_tier.Config(directory=str(wreck.folder), capacity="64MiB")

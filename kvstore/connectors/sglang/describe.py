@@ -8,16 +8,22 @@ and of the storage config, so it needs no sglang.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, Final
 
+import torch
+
 from kvstore.blocks import DTYPE_BYTES, Namespace
-from kvstore.connectors.sglang.copies import Extents, page_bytes
+from kvstore.connectors.sglang.copies import Extents
 from kvstore.connectors.sglang.settings import TRIED
+from kvstore.errors import ConfigError
 
 RELEASES: Final = TRIED.rpartition(".")[0]
 """Releases of SGLang that mean the same by the name of a layout."""
 DTYPES: Final = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "uint8": "int8"}
 """torch's names that are not the namespace's own."""
+DTYPE_NAMES: Final = ("dtype", "temporal_dtype", "conv_dtype")
+"""Where pools keep the dtypes of what a page is made of."""
 OPAQUE: Final = "int8"
 """Of pages whose elements are not of one known type: bytes."""
 RANKED_POOLS: Final = ("mamba",)
@@ -58,20 +64,17 @@ class HostPool:
         assert each * pages == len(pieces), f"{len(pieces)} pieces for {pages} pages"
         return [pieces[at : at + each] for at in range(0, len(pieces), max(1, each))]
 
-    def addressed(self, first_page: Any) -> int:
-        """Bytes of a page by its addresses; 0 where the pool gives none for its layout.
-
-        first_page: int64 tensor, the token slots of some page.
-        """
+    def pieces(self, order: str) -> tuple[int, ...]:
+        """Bytes of each piece of a page in this order, as a block holds them; nothing where the
+        pool gives no addresses for its layout."""
+        if order == FLAT:
+            page = self.pool.get_dummy_flat_data_page()
+            return (int(page.numel() * page.element_size()),)
+        first_page = torch.arange(self.page_tokens, dtype=torch.int64)
         try:
-            return page_bytes(self.extents(first_page)[0])
+            return tuple(nbytes for _, nbytes in self.extents(first_page)[0])
         except (NotImplementedError, ValueError, AttributeError):
-            return 0
-
-    def flat_bytes(self) -> int:
-        """Bytes of a flat page."""
-        page = self.pool.get_dummy_flat_data_page()
-        return int(page.numel() * page.element_size())
+            return ()
 
     @property
     def dtype(self) -> str:
@@ -89,14 +92,20 @@ class HostPool:
 
 
 def namespace_of(
-    host: HostPool, config: Any, nbytes: int, interface: str, *, model: str, revision: str
+    host: HostPool, config: Any, order: str, *, model: str, revision: str
 ) -> Namespace:
     """The namespace of a pool's pages on this rank.
 
-    config: SGLang's HiCacheStorageConfig. nbytes: bytes of a page. interface: `EXTENTS` or `FLAT`,
-    which order a page's bytes differently in some layouts.
+    config: SGLang's HiCacheStorageConfig. order: `EXTENTS` or `FLAT`, which differ in some layouts.
+
+    Raises ConfigError: the pool gives no addresses for its layout.
     """
-    pool = host.pool
+    pool, pieces = host.pool, host.pieces(order)
+    if not pieces:
+        raise ConfigError(
+            f"a host pool of layout {getattr(pool, 'layout', '')!r} gives no addresses; leave "
+            "interface_v1 out of the extra config, or choose --hicache-mem-layout page_first"
+        )
     replicated = bool(config.is_mla_model) and not _is_ranked(host)
     ranks = (1, 0) if replicated else (int(config.tp_size), int(config.tp_rank))
     heads = int(getattr(pool, "head_num", 0) or 0)
@@ -105,14 +114,15 @@ def namespace_of(
         "pool": host.name,
         "kind": type(pool).__name__,
         "layout": str(getattr(pool, "layout", "")),
-        "order": interface,
+        "order": order,
+        "pieces": ",".join(f"{len(list(same))}x{size}" for size, same in groupby(pieces)),
         "tag": str(getattr(pool, "storage_format_tag", None) or ""),
         "tokens": str(host.page_tokens),
         "layers": f"{getattr(pool, 'start_layer', 0)}+{getattr(pool, 'layer_num', 0)}",
         "heads": f"{heads}x{getattr(pool, 'head_dim', 0)}+{getattr(pool, 'v_head_dim', 0)}",
         "pp": f"{config.pp_rank}/{config.pp_size}",
         "cp": f"{config.attn_cp_rank}/{config.attn_cp_size}",
-        "stored": str(getattr(pool, "dtype", "")).removeprefix("torch."),
+        "stored": ",".join(str(getattr(pool, name, "")) for name in DTYPE_NAMES),
     }
     return Namespace(
         model=model,
@@ -121,7 +131,7 @@ def namespace_of(
         attention="mla" if replicated and not heads else "mha",
         tp_size=ranks[0],
         tp_rank=ranks[1],
-        **_geometry(host, nbytes),
+        **_geometry(host, sum(pieces)),
     )
 
 

@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 import kvstore
 from kvstore.client import Client
 from kvstore.config import nearest
@@ -200,7 +198,7 @@ class Shelves:
         for order in (EXTENTS, FLAT):
             if (name, order) in self._shelves:
                 return order
-        return EXTENTS if self.pool(name).addressed(_first_page(self.pool(name))) else FLAT
+        return EXTENTS if self.pool(name).pieces(EXTENTS) else FLAT
 
     def _shelf(self, name: str, order: str) -> Shelf:
         shelf = self._shelves.get((name, order))
@@ -213,21 +211,13 @@ class Shelves:
             return shelf
 
     def _make(self, host: HostPool, order: str) -> Shelf:
-        by_address = host.addressed(_first_page(host)) if order == EXTENTS else 0
-        if order == EXTENTS and not by_address:
-            raise ConfigError(
-                f"a host pool of layout {getattr(host.pool, 'layout', '')!r} gives no addresses; "
-                "leave interface_v1 out of the extra config, or choose --hicache-mem-layout "
-                "page_first"
-            )
-        nbytes = by_address or host.flat_bytes()
-        namespace = namespace_of(host, self._config, nbytes, order, **self._named)
+        namespace = namespace_of(host, self._config, order, **self._named)
         store = self._open(namespace, host.name)
         log.info(
             "pages of pool %s: %s each (--slot %d on the sidecar fits them), namespace %s",
             host.name,
-            format_bytes(nbytes),
-            nbytes,
+            format_bytes(namespace.block_bytes),
+            namespace.block_bytes,
             namespace.digest,
         )
         return Shelf(store, self._copies, self._settings.deadline)
@@ -286,11 +276,6 @@ class Shelves:
                 self._embedded.close()
                 self._embedded = None
         self._copies.close()
-
-
-def _first_page(host: HostPool) -> Any:
-    """The token slots of a pool's first page."""
-    return torch.arange(host.page_tokens, dtype=torch.int64)
 
 
 def _embedded(arguments: Mapping[str, Any], block_bytes: int) -> Store:
