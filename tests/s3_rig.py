@@ -254,6 +254,7 @@ class FaultProxy:
     "cut"     the reply ends after `at` bytes
     "flip"    one bit of the reply's byte `at` is another
     "drip"    the reply comes slowly, piece by piece
+    "hold"    the request does not go on until `release`; `held` tells that one has come
 
     `having`: the fault strikes only requests whose head contains this.
     """
@@ -268,6 +269,8 @@ class FaultProxy:
         self.canned = b""
         self.heads: list[bytes] = []
         """The head of every request so far."""
+        self.held = threading.Event()
+        self._released = threading.Event()
         self._stopping = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -285,6 +288,10 @@ class FaultProxy:
         head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         self.canned = head.encode() + body
         self.strike(mode, having)
+
+    def release(self) -> None:
+        """Let what is held go on."""
+        self._released.set()
 
     def close(self) -> None:
         """Stop listening, and hang up on everybody."""
@@ -331,6 +338,9 @@ class FaultProxy:
                     if now["mode"] in ("hang", "reset", "reply", "early"):
                         self._refuse(client, piece, now["mode"])
                         break
+                    if now["mode"] == "hold":
+                        self.held.set()
+                        self._released.wait(60)
                 server.sendall(piece)
         except OSError:
             pass
