@@ -1,0 +1,136 @@
+"""Which segment should go? The disk tier's orders of eviction on a recorded trace of requests.
+
+    python bench/disk_eviction.py TRACE.jsonl [--blocks 16384] [--segments 8,64,512]
+                                  [--orders lru,lfu,s3fifo] [--directory /dev/shm]
+
+TRACE has one JSON object per line, with `hash_ids` (a prompt's chain of blocks) and
+`input_length`, `block_size` in tokens. A real tier with payloads of 4 KiB replays it: the longest
+leading run that is held is read, the rest is written. Beside it, the same number of blocks ordered
+one by one, which no log of segments can do. Hit rates are percent of tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvstore.frame import padded
+from kvstore.testing.frames import FrameBuffer, key_of
+from kvstore.tiers import disk
+from kvstore.tiers.disk.directory import LOCK_BYTES
+from kvstore.tiers.disk.files import PAGE
+from kvstore.tiers.disk.table import OVERHEAD_PAGES
+from kvstore.tiers.policies.eviction import eviction_policy
+
+FRAME_BYTES = 2 * PAGE
+ENTRY_BYTES = 150
+"""Room that a segment keeps for a block in its index, at most."""
+
+
+class Request(NamedTuple):
+    """A prompt: its tokens, its chain of blocks, and the tokens of each."""
+
+    tokens: int
+    run: tuple[int, ...]
+    block_tokens: int
+
+    def hit(self, blocks: int) -> int:
+        """Tokens of the first `blocks` blocks."""
+        return min(blocks * self.block_tokens, self.tokens)
+
+
+def read_trace(path: str) -> list[Request]:
+    """Every request of the file, in its order."""
+    found = []
+    with Path(path).open(encoding="utf-8") as lines:
+        for line in lines:
+            one = json.loads(line)
+            size = int(one.get("block_size", 512))
+            found.append(Request(int(one["input_length"]), tuple(one["hash_ids"]), size))
+    return found
+
+
+def by_block(trace: Sequence[Request], blocks: int, order: str) -> float:
+    """The hit rate when blocks are ordered one by one."""
+    policy = eviction_policy(order, blocks)
+    resident: set[int] = set()
+    hit = 0
+    for request in trace:
+        policy.asked(request.run)
+        held = next((n for n, key in enumerate(request.run) if key not in resident), None)
+        hit += request.hit(len(request.run) if held is None else held)
+        for key in reversed(request.run):
+            if key in resident:
+                policy.touched(key)
+            else:
+                resident.add(key)
+                policy.inserted(key)
+        while len(resident) > blocks:
+            victim = next(iter(policy.victims()))
+            policy.removed(victim)
+            resident.discard(victim)
+    return 100 * hit / sum(request.tokens for request in trace)
+
+
+def by_segment(
+    trace: Sequence[Request], blocks: int, segments: int, order: str, directory: str
+) -> tuple[float, int]:
+    """The hit rate of a real tier, and the most blocks that it held."""
+    in_one = blocks // segments
+    segment = in_one * FRAME_BYTES + OVERHEAD_PAGES * PAGE + padded(in_one * ENTRY_BYTES)
+    place = tempfile.mkdtemp(dir=directory)
+    config = disk.Config(
+        directory=place, capacity=segments * segment + LOCK_BYTES, segment=segment, eviction=order
+    )
+    tier = disk.open(config)
+    buffer = FrameBuffer(PAGE)
+    hit = most = 0
+    try:
+        _, header, payload = buffer.fill(key_of(0), PAGE)
+        for request in trace:
+            keys = [key_of(number) for number in request.run]
+            there = tier.contains(keys)
+            run = there.index(False) if False in there else len(keys)
+            for key in keys[:run]:
+                tier.read(key, buffer.header, buffer.payload)
+            hit += request.hit(run)
+            for key in keys[run:]:
+                tier.write(key, header, payload)
+            most = max(most, int(tier.stats()["blocks"]))
+    finally:
+        tier.close()
+        shutil.rmtree(place)
+    return 100 * hit / sum(request.tokens for request in trace), most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trace")
+    parser.add_argument("--blocks", type=int, default=16384)
+    parser.add_argument("--segments", default="8,64,512")
+    parser.add_argument("--orders", default="lru,lfu,s3fifo,cost,auto")
+    parser.add_argument("--directory", default=tempfile.gettempdir())
+    arguments = parser.parse_args()
+    trace = read_trace(arguments.trace)
+    orders = arguments.orders.split(",")
+    for order in orders:
+        print(f"block by block, {order}: {by_block(trace, arguments.blocks, order):.2f} %")
+    for segments in map(int, arguments.segments.split(",")):
+        for order in orders:
+            began = time.perf_counter()
+            rate, most = by_segment(trace, arguments.blocks, segments, order, arguments.directory)
+            print(
+                f"{segments} segments, {order}: {rate:.2f} % with at most {most} blocks "
+                f"({time.perf_counter() - began:.0f} s)",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Does anything grow? A whole store under random work for half an hour.
+
+    python bench/soak.py [--minutes 30] [--every 30] [--directory /var/tmp]
+                         [--tier '{"kind": "redis", "host": "localhost"}' ...] [--json]
+
+An embedded store: a small L2, a disk tier over two directories, and the tiers asked for (one that
+cannot be reached is left out, and said). Engines come and go; each matches, loads and checks, or
+saves what is lacking, of runs that some come back to often; runs are pinned and let go, tiers are
+emptied. Every block's bytes follow from its hash, so each one served is checked.
+
+Every so often it notes resident memory, descriptors, threads, and the bytes of the disk tier's
+files. Exit code 1 when one of them goes on growing after the first third: when its greatest value
+in the last third is above its greatest in the second by more than the noise named below, or the
+disk tier's files are above its capacity; or when a block was wrong, a slot is missing at the end,
+or nothing was ever served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+import kvstore
+from kvstore.blocks import Namespace
+from kvstore.errors import ConfigError
+from kvstore.session import Session
+from kvstore.store import Store
+from kvstore.verbs import Load
+
+# 64 KiB a block.
+SPACES: Final = tuple(
+    Namespace(
+        model="soak",
+        revision=str(number),
+        layers=4,
+        kv_heads=4,
+        head_dim=64,
+        dtype="bfloat16",
+        block_tokens=16,
+    )
+    for number in range(2)
+)
+L2_BYTES: Final = 64 << 20
+DISK_BYTES: Final = 512 << 20
+RUNS: Final = 4000
+"""Different prompts of each namespace: several times what the disk tier holds."""
+MAX_BLOCKS: Final = 24
+ENGINES: Final = 3
+WAIT_S: Final = 60.0
+NOISE: Final = {"rss_mib": 24.0, "descriptors": 6, "threads": 2, "disk_mib": 0.0}
+"""By how much the greatest value of a third may be above that of the one before: allocators and
+segments being made and removed move within that."""
+
+
+def content(name: bytes, nbytes: int) -> np.ndarray:
+    """The one right block of a hash: noise in the low bytes, little in the high ones, as KV has."""
+    generator = np.random.Generator(np.random.SFC64(int.from_bytes(name[:8], "little")))
+    block = generator.integers(0, 256, nbytes, dtype=np.uint8)
+    block[1::2] &= 0x07
+    return block
+
+
+class Engine(threading.Thread):
+    """One engine at random work until told to stop."""
+
+    def __init__(self, store: Store, seed: int, stop: threading.Event) -> None:
+        super().__init__(name=f"engine-{seed}")
+        self.counts: Counter[str] = Counter()
+        self.fault = ""
+        self._store = store
+        self._stop_asked = stop
+        self._random = random.Random(seed)
+
+    def run(self) -> None:
+        try:
+            while not self._stop_asked.is_set():
+                space = self._random.choice(SPACES)
+                with self._store.session(space, self._random.choice(["red", "blue"])) as session:
+                    for _ in range(self._random.randrange(1, 60)):
+                        if not self._stop_asked.is_set():
+                            self._request(session)
+                self._care(space)
+        except Exception as error:
+            self.fault = f"{type(error).__name__}: {error}"
+            self._stop_asked.set()
+
+    def _request(self, session: Session) -> None:
+        """A prompt: load and check what is held of it, save the rest."""
+        which = int(RUNS * self._random.random() ** 3)
+        run = [
+            hashlib.sha256(b"%d/%d" % (which, n)).digest() for n in range(1 + which % MAX_BLOCKS)
+        ]
+        held = self._wait(session, session.match(run))
+        loaded = self._wait(session, session.load(run[: len(held.tiers)]))
+        assert isinstance(loaded, Load)
+        for name, slot in zip(run, loaded.slots, strict=False):
+            block = np.frombuffer(session.slab_of(loaded).view(slot), np.uint8)
+            right = content(name, session.namespace.block_bytes)
+            assert np.array_equal(block[: len(right)], right), "a wrong block was served"
+        self.counts.update(loaded.tiers)
+        session.release(loaded)
+        save = session.save(run)
+        for index, slot in save.grants:
+            block = np.frombuffer(session.slab_of(save).view(slot), np.uint8)
+            block[: session.namespace.block_bytes] = content(
+                run[index], session.namespace.block_bytes
+            )
+        self.counts["saved"] += len(save.grants)
+        if self._random.random() < 0.02:
+            session.release(save)
+        else:
+            session.commit(save)
+
+    def _wait(self, session: Session, ticket: Any) -> Any:
+        """The ticket, done."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not ticket.done:
+            session.poll(0.05)
+            assert time.monotonic() < deadline_s, "a ticket that is never done"
+        return ticket
+
+    def _care(self, space: Namespace) -> None:
+        """What an operator does now and then."""
+        dice = self._random.random()
+        run = [hashlib.sha256(b"%d/%d" % (17, n)).digest() for n in range(8)]
+        if dice < 0.2:
+            self._store.pin(space.digest, run, "red", timeout_s=5)
+        elif dice < 0.4:
+            self._store.unpin(space.digest, run, "red")
+        elif dice < 0.45:
+            self._store.clear("l2")
+        elif dice < 0.46:
+            self._store.clear("disk")
+        elif dice < 0.55:
+            self._store.flush(30)
+
+
+class Watch:
+    """What the process and its disk tier take, sample by sample."""
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self.rows: list[dict[str, float]] = []
+        self._directories = directories
+        self._began_s = time.monotonic()
+
+    def sample(self) -> dict[str, float]:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        rss_kib = int(status.split("VmRSS:")[1].split()[0])
+        files = [file for folder in self._directories for file in folder.iterdir()]
+        row = {
+            "minutes": (time.monotonic() - self._began_s) / 60,
+            "rss_mib": rss_kib / 1024,
+            "descriptors": float(len(os.listdir("/proc/self/fd"))),
+            "threads": float(threading.active_count()),
+            "disk_mib": sum(_length(file) for file in files) / (1 << 20),
+        }
+        self.rows.append(row)
+        return row
+
+    def faults(self) -> list[str]:
+        """What goes on growing after the first third, or is above what it may be."""
+        found = []
+        third = len(self.rows) // 3
+        middle, last = self.rows[third : 2 * third], self.rows[2 * third :]
+        for name, noise in NOISE.items():
+            before, after = (max((row[name] for row in part), default=0) for part in (middle, last))
+            if name == "disk_mib":
+                before = max(before, DISK_BYTES / (1 << 20))
+            if after > before + noise:
+                found.append(f"{name} grows: {before:.1f}, then {after:.1f}")
+        return found
+
+
+def _length(file: Path) -> int:
+    """Bytes of a file; 0 when it has just been removed."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def open_store(directories: Sequence[Path], tiers: Sequence[dict[str, Any]]) -> Store:
+    """The store, with those of the tiers that can be reached."""
+    disk = {
+        "kind": "disk",
+        "directory": [str(directory) for directory in directories],
+        "capacity": DISK_BYTES,
+    }
+    reached: list[dict[str, Any]] = [disk]
+    for table in tiers:
+        try:
+            kvstore.open(l2="1MiB", slot="64KiB", tiers=(table,)).close()
+            reached.append(table)
+        except ConfigError as error:
+            print(f"left out: {error}", file=sys.stderr)
+    return kvstore.open(l2=L2_BYTES, slot="64KiB", tiers=tuple(reached))
+
+
+def soak(
+    minutes: float,
+    every_s: float,
+    root: Path,
+    tiers: Sequence[dict[str, Any]],
+    say: Callable[[dict[str, float]], None],
+) -> dict[str, Any]:
+    """Run it; the samples, what was done, and what is wrong."""
+    directories = [root / "a", root / "b"]
+    stop = threading.Event()
+    with open_store(directories, tiers) as store:
+        engines = [Engine(store, seed, stop) for seed in range(ENGINES)]
+        for engine in engines:
+            engine.start()
+        watch = Watch(directories)
+        end_s = time.monotonic() + 60 * minutes
+        while time.monotonic() < end_s and not stop.wait(
+            max(0.0, min(every_s, end_s - time.monotonic()))
+        ):
+            say(watch.sample())
+        stop.set()
+        for engine in engines:
+            engine.join(2 * WAIT_S)
+        hung = [engine.name for engine in engines if engine.is_alive()]
+        evictions = int(store.stats()["tiers"]["disk"]["evictions"])
+    counts = sum((engine.counts for engine in engines), Counter[str]())
+    faults = watch.faults() + [engine.fault for engine in engines if engine.fault]
+    faults += [f"{name} hangs" for name in hung]
+    faults += [f"nothing was served from {name}" for name in ("l2", "disk") if not counts[name]]
+    return {
+        "samples": watch.rows,
+        "blocks": dict(counts),
+        "disk_evictions": evictions,
+        "faults": faults,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--every", type=float, default=30.0, help="seconds between samples")
+    parser.add_argument("--directory", default=tempfile.gettempdir())
+    parser.add_argument("--tier", action="append", default=[], help="a JSON table of one more")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    root = Path(tempfile.mkdtemp(dir=arguments.directory))
+
+    def say(row: dict[str, float]) -> None:
+        if not arguments.json:
+            print("  ".join(f"{name} {value:8.1f}" for name, value in row.items()), flush=True)
+
+    try:
+        tiers = [json.loads(table) for table in arguments.tier]
+        found = soak(arguments.minutes, arguments.every, root, tiers, say)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        print(f"blocks: {found['blocks']}; {found['disk_evictions']} evicted from disk")
+        for fault in found["faults"]:
+            print(f"NOT RIGHT: {fault}")
+    sys.exit(1 if found["faults"] else 0)
+
+
+if __name__ == "__main__":
+    main()
