@@ -97,6 +97,12 @@ def test_expired_files_leave_the_disk_by_themselves(
     assert list(tier.keys()) == []
     tier.close()
     assert segment_files(directory) == []
+    files.gone.clear()
+    tier = open_disk(directory, files, ttl="300ms", segment=MIB)
+    put(tier, buffer, range(3))
+    assert files.gone.wait(30), "nobody asks, and it goes all the same"
+    tier.close()
+    assert segment_files(directory) == []
 
 
 def test_a_read_under_way_ends_well_when_its_block_expires(
