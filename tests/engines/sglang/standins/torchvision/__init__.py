@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 __version__ = "0.28.0"
-__path__: list[str] = []
 
 
 class Named(type):
@@ -31,8 +30,6 @@ class StandIn(metaclass=Named):
 
 class StandInModule(ModuleType):
     """A module in which every public name is there."""
-
-    __path__: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,0 +1,299 @@
+"""What do a set, a get and an exists cost SGLang, of pages of 2 MiB, beside its own file backend?
+
+Both backends get the same pages in one run, in turns, on the same disk, through the calls that
+SGLang's controller makes: whole pages in tensors for the file backend (copied to and from the host
+pool, as the controller does), addresses for kvstore. kvstore runs as on a node: a sidecar in a
+process of its own with a disk tier. "on disk" is until the bytes are written and synced: SGLang's
+backend never syncs, so this bench syncs its files. "cold" has nothing in memory: the page cache is
+dropped for the files, L2 is emptied for kvstore, whose disk tier reads past the page cache.
+
+    python bench/sglang_backend.py [--pages 256] [--rounds 3] [--folder DIR] [--json]
+
+Needs SGLang (.ci/engines-sglang installs it). Of each figure the best round is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvstore.testing.processes import Sidecar
+
+LAYERS, TOKENS, HEADS, WIDTH = 32, 16, 8, 128
+PAGE_BYTES = LAYERS * TOKENS * HEADS * WIDTH * 2 * 2
+"""Llama-3-8B in bfloat16: 2 MiB."""
+BATCH = 128
+"""Pages of SGLang's batches."""
+STANDINS = Path(__file__).parents[1] / "tests" / "engines" / "sglang" / "standins"
+
+
+class HostPool:
+    """The memory of SGLang's host pool, page first: K and V of a page are a piece each."""
+
+    layout, dtype, page_size = "page_first", torch.bfloat16, TOKENS
+    layer_num, head_num, head_dim, v_head_dim = LAYERS, HEADS, WIDTH, WIDTH
+    start_layer, end_layer = 0, LAYERS
+
+    def __init__(self, pages: int) -> None:
+        shape = (2, pages * TOKENS, LAYERS, HEADS, WIDTH)
+        self.kv_buffer = torch.zeros(shape, dtype=self.dtype)
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        return self.kv_buffer[:, index : index + TOKENS].flatten()
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros(PAGE_BYTES // 2, dtype=self.dtype)
+
+    def set_from_flat_data_page(self, index: int, page: torch.Tensor) -> None:
+        target = self.kv_buffer[:, index : index + TOKENS]
+        target.copy_(page.view(target.shape))
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        base, half = self.kv_buffer.data_ptr(), self.kv_buffer.nbytes // 2
+        each = PAGE_BYTES // 2
+        firsts = indices.tolist()[::TOKENS]
+        addresses = [base + at * half + index // TOKENS * each for index in firsts for at in (0, 1)]
+        return addresses, [each] * len(addresses)
+
+
+class FileBackend:
+    """SGLang's file backend, called as its controller calls it."""
+
+    name = "SGLang file"
+
+    def __init__(self, pool: HostPool, folder: Path) -> None:
+        from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
+        self.pool, self.folder = pool, folder / "file"
+        self.backend = HiCacheFile(storage_config({"file_storage_path": str(self.folder)}))
+
+    def set(self, keys: list[str], pages: Sequence[int]) -> bool:
+        values = [self.pool.get_data_page(page * TOKENS) for page in pages]
+        return bool(self.backend.batch_set(keys, values))
+
+    def get(self, keys: list[str], pages: Sequence[int]) -> bool:
+        targets = [self.pool.get_dummy_flat_data_page() for _ in keys]
+        got = self.backend.batch_get(keys, targets)
+        for page, data in zip(pages, got, strict=True):
+            self.pool.set_from_flat_data_page(page * TOKENS, data)
+        return True
+
+    def exists(self, keys: list[str]) -> int:
+        return int(self.backend.batch_exists(keys))
+
+    def sync(self) -> None:
+        for path in self.folder.iterdir():
+            fd = os.open(path, os.O_RDONLY)
+            os.fdatasync(fd)
+            os.close(fd)
+
+    def make_cold(self) -> None:
+        self.sync()
+        for path in self.folder.iterdir():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+    def forget(self) -> None:
+        self.backend.clear()
+
+    def close(self) -> None:
+        self.backend.clear()
+
+
+class KVStore:
+    """kvstore's backend over a sidecar."""
+
+    name = "kvstore"
+
+    def __init__(self, pool: HostPool, folder: Path, pages: int, codec: str) -> None:
+        from kvstore.connectors.sglang import KVStoreBackend
+
+        folder.mkdir(exist_ok=True)
+        slab = pages * PAGE_BYTES + 64 * PAGE_BYTES
+        config = folder / "kvstore.toml"
+        config.write_text(
+            f'[[tiers]]\nkind = "disk"\ndirectory = "{folder}/disk"\ncapacity = {4 * slab}\n'
+            f'codec = "{codec}"\nqueue_ms = 0\n[limits]\nqueue_blocks = {2 * pages}\n'
+        )
+        flags = ("--l2", str(slab), "--slot", str(PAGE_BYTES), "--config", str(config))
+        self.sidecar = Sidecar(folder / "kv.sock", *flags)
+        self.sidecar.wait_ready()
+        self.pool = pool
+        chosen = {"socket": self.sidecar.socket, "interface_v1": 1, "http": self.sidecar.url}
+        slow = {"base_ms": 60_000, "cap_ms": 60_000}
+        self.backend = KVStoreBackend(storage_config({**chosen, "deadline": slow}))
+        self.backend.register_mem_pool_host(pool)
+
+    def set(self, keys: list[str], pages: Sequence[int]) -> bool:
+        return all(self.backend.batch_set_v1(keys, self._slots(pages)))
+
+    def get(self, keys: list[str], pages: Sequence[int]) -> bool:
+        return all(self.backend.batch_get_v1(keys, self._slots(pages)))
+
+    def exists(self, keys: list[str]) -> int:
+        return self.backend.batch_exists(keys)
+
+    def sync(self) -> None:
+        self._post("/v1/flush")
+
+    def make_cold(self) -> None:
+        self.sync()
+        self._post("/v1/clear?tier=l2")
+
+    def forget(self) -> None:
+        assert self.backend.clear()
+
+    def close(self) -> None:
+        self.backend.close()
+        self.sidecar.stop()
+
+    def _slots(self, pages: Sequence[int]) -> torch.Tensor:
+        return (torch.tensor(pages).reshape(-1, 1) * TOKENS + torch.arange(TOKENS)).reshape(-1)
+
+    def _post(self, path: str) -> None:
+        request = urllib.request.Request(self.sidecar.url + path, method="POST")
+        urllib.request.urlopen(request, timeout=300).close()
+
+
+def storage_config(chosen: dict[str, Any]) -> Any:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    return HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=False,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="bench",
+        extra_config=chosen,
+    )
+
+
+def gb_per_s(call: Callable[[list[str], Sequence[int]], bool], keys: list[str]) -> float:
+    """Of all keys, batch by batch; page i of the pool belongs to key i."""
+    start = time.perf_counter()
+    for at in range(0, len(keys), BATCH):
+        assert call(keys[at : at + BATCH], range(at, min(at + BATCH, len(keys)))), "a page failed"
+    return len(keys) * PAGE_BYTES / (time.perf_counter() - start) / 1e9
+
+
+def exists_us(backend: Any, keys: list[str], calls: int = 300) -> tuple[float, float]:
+    """(median, fastest) of one call for a batch that is all there."""
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        assert backend.exists(keys[:BATCH]) == len(keys[:BATCH])
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e6, min(times) * 1e6
+
+
+def measure(backend: Any, pool: HostPool, keys: list[str]) -> dict[str, float]:
+    """One round over an empty backend; the pool's pages come back equal."""
+    sums = page_sums(pool, len(keys))
+    row = {}
+    start = time.perf_counter()
+    row["set_gb_s"] = gb_per_s(backend.set, keys)
+    backend.sync()
+    row["set_on_disk_gb_s"] = len(keys) * PAGE_BYTES / (time.perf_counter() - start) / 1e9
+    row["set_again_gb_s"] = gb_per_s(backend.set, keys)
+    row["exists_us"], row["exists_min_us"] = exists_us(backend, keys)
+    missing = [hashlib.sha256(b"missing %d" % n).hexdigest() for n in range(BATCH)]
+    start = time.perf_counter()
+    for _ in range(100):
+        assert backend.exists(missing) == 0
+    row["miss_us"] = (time.perf_counter() - start) * 1e4
+    pool.kv_buffer.zero_()
+    row["get_warm_gb_s"] = gb_per_s(backend.get, keys)
+    assert page_sums(pool, len(keys)) == sums, "other bytes came back"
+    backend.make_cold()
+    pool.kv_buffer.zero_()
+    row["get_cold_gb_s"] = gb_per_s(backend.get, keys)
+    assert page_sums(pool, len(keys)) == sums, "other bytes came back"
+    backend.forget()
+    return row
+
+
+def page_sums(pool: HostPool, pages: int) -> list[bytes]:
+    parts = pool.kv_buffer.view(torch.uint8).reshape(2, pages, -1)
+    return [hashlib.blake2b(parts[:, n].contiguous().numpy().data).digest() for n in range(pages)]
+
+
+@contextmanager
+def backends(pool: HostPool, folder: Path, pages: int) -> Iterator[list[Any]]:
+    made: list[Any] = [FileBackend(pool, folder)]
+    try:
+        for codec in ("identity", "auto"):
+            store = KVStore(pool, folder / codec, pages, codec)
+            store.name = f"kvstore {codec}"
+            made.append(store)
+        yield made
+    finally:
+        for backend in made:
+            backend.close()
+
+
+def run(pages: int, rounds: int, where: str | None) -> list[dict[str, Any]]:
+    pool = HostPool(pages)
+    noise = torch.Generator().manual_seed(1)
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=noise, dtype=torch.float32))
+    keys = [hashlib.sha256(b"page %d" % number).hexdigest() for number in range(pages)]
+    figures: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="kvstore-sglang-", dir=where) as place:  # noqa: SIM117
+        with backends(pool, Path(place), pages) as made:
+            for _ in range(rounds):
+                for backend in made:
+                    row = measure(backend, pool, keys)
+                    figures.setdefault(backend.name, []).append(row)
+                    print(backend.name, row, file=sys.stderr)
+    return [{"backend": name, **best(rows)} for name, rows in figures.items()]
+
+
+def best(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Of times the least, of rates the most: the machine disturbs, and never helps."""
+    return {
+        name: (min if name.endswith("_us") else max)(row[name] for row in rows) for name in rows[0]
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pages", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--folder", help="where both keep their files; the default's disk is /tmp's"
+    )
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if importlib.util.find_spec("torchvision") is None:
+        sys.path.append(str(STANDINS))
+    rows = run(options.pages, options.rounds, options.folder)
+    if options.json:
+        print(json.dumps({"rows": rows, "page_bytes": PAGE_BYTES, "pages": options.pages}))
+        return
+    names = [name for name in rows[0] if name != "backend"]
+    print(f"{'':18}" + "".join(f"{row['backend']:>18}" for row in rows))
+    for name in names:
+        print(f"{name:18}" + "".join(f"{row[name]:18.2f}" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
