@@ -50,6 +50,23 @@ def test_a_bad_frame_exits_1_and_is_named(
     assert "1 bad" in capsys.readouterr().out
 
 
+def test_several_directories_are_one_report(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    tier = disk.open(disk.Config(directory=str(other), capacity=4 << 20))
+    buffer = FrameBuffer(20_000)
+    tier.write(*buffer.fill(key_of(7), 20_000))
+    assert main(["verify", str(directory), str(other)]) == 2
+    assert "in use" in capsys.readouterr().err
+    tier.close()
+    damage(other, 7)
+    assert main(["verify", str(directory), str(other), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["frames"], report["segments"], report["frames_bad"]) == (6, 2, 1)
+    assert report["bad"][0]["segment"].startswith(str(other))
+
+
 def test_what_is_no_disk_tier_exits_2_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -369,3 +369,25 @@ def test_a_full_disk_takes_less_and_the_others_the_rest(
     tier = open_stripes([small / "d", tmp_path / "b"], capacity=16 * MIB, segment=MIB // 2)
     assert held(tier, buffer, keys) == keys
     tier.close()
+
+
+def test_a_disk_that_went_read_only_takes_only_its_own_blocks_away(
+    small: Path, tmp_path: Path, buffer: FrameBuffer
+) -> None:
+    """What Linux does to a file system with errors."""
+    places = [small / "d", tmp_path / "b"]
+    tier = open_stripes(places, segment=MIB // 2)
+    keys = put(tier, buffer, range(20))
+    tier.close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+    tier = open_stripes(places, segment=MIB // 2)
+    assert len(held(tier, buffer, keys)) == 10
+    more = put(tier, buffer, range(100, 110))
+    assert held(tier, buffer, more) == more
+    tier.close()
+    with pytest.raises(ConfigError, match="Read-only"):
+        open_disk(places[0])
+    subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True)
+    tier = open_stripes(places, segment=MIB // 2)
+    assert held(tier, buffer, keys + more) == keys + more
+    tier.close()

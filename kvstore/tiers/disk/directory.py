@@ -121,7 +121,8 @@ class DirectoryLock:
             os.pwrite(self._fd, words, 0)
             os.ftruncate(self._fd, len(words))
         except OSError as error:
-            raise ConfigError(
+            kind = DirectoryGone if error.errno in MEDIUM_FAULTS else ConfigError
+            raise kind(
                 f"the disk tier cannot write to {self.directory!r}: {error.strerror}; free some "
                 "space there, or give another directory"
             ) from None

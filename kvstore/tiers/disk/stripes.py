@@ -198,10 +198,10 @@ class Stripes:
             peers |= lock.peers
         digests = [digest_of(directory) for directory in directories]
         for lock in list(self._locks):
-            if len(directories) > 1:
-                lock.name_peers(digests)
             number = len(self.tables)
             try:
+                if len(directories) > 1:
+                    lock.name_peers(digests)
                 table = Table(self._shared, files, lock.directory, number, limits, self._name)
             except DirectoryGone as error:
                 faults.append(error)
