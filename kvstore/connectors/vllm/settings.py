@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pydantic import Field
 
+from kvstore.client import REPLY_LIMIT_S
 from kvstore.config import Milliseconds, PrefetchSettings, Section, ServerSettings, validated
 from kvstore.errors import ConfigError
 from kvstore.tiers.policies.prefetch import PrefetchPolicy, prefetch_policy
@@ -25,6 +26,8 @@ class StoreSettings(Section):
     """Names the tenant, where the sidecar asks for one."""
     wait_ready_ms: Milliseconds = Field(default=0.0, ge=0)
     """How long the engine's start waits for a sidecar that is not there yet."""
+    reply_limit_ms: Milliseconds = Field(default=1e3 * REPLY_LIMIT_S, gt=0)
+    """Silence after which the sidecar counts as hung, and is not asked until it speaks again."""
     embedded: Mapping[str, Any] | None = None
     """A store inside the engine's process instead: arguments of `kvstore.open`."""
     model: str = ""

@@ -24,6 +24,7 @@ from kvstore.hashing import hash_tokens
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(900)]
 
 PROMPT_SETS = 30
+ROUNDING = 1e-5
 PATIENT = {"policy": "wait_complete", "cap_ms": 20_000, "min_tokens": 0}
 """Nothing is cut: how many tokens are cached is exact, however slow the machine."""
 
@@ -42,11 +43,12 @@ class World:
         )  # fmt: skip
         self.a, self.b = Engine(folder / "a.log"), Engine(folder / "b.log")
         for engine in (self.a, self.b):
-            engine.start(self.llama, kv_transfer_config=self.connector)
+            self.start(engine, self.llama)
 
-    @property
-    def connector(self) -> dict[str, Any]:
-        return connector(self.sidecar.socket, prefetch=PATIENT)
+    def start(self, engine: Engine, model: Path, **arguments: Any) -> None:
+        """An engine whose own cache holds all prompts of a test."""
+        patient = connector(self.sidecar.socket, prefetch=PATIENT, reply_limit_ms=60_000)
+        engine.start(model, kv_transfer_config=patient, num_gpu_blocks_override=1024, **arguments)
 
     def post(self, path: str) -> Any:
         request = urllib.request.Request(f"{self.sidecar.url}{path}", method="POST")
@@ -103,23 +105,28 @@ def exact(prompts: list[list[int]]) -> list[int]:
 def test_b_reuses_what_a_computed_then_again_after_reset_restart_and_from_disk(
     world: World,
 ) -> None:
-    sets = [prompt_set(number) for number in range(PROMPT_SETS)]
-    prompts = [prompt for each in sets for prompt in each]
-    cold = [result for each in sets for result in world.a.generate(each, tokens=8, together=True)]
+    prompts = [prompt for number in range(PROMPT_SETS) for prompt in prompt_set(number)]
+    cold = world.a.generate(prompts, tokens=8)
+    own = world.a.generate(prompts, tokens=8)
     saved(world, world.a)
-    warm = [result for each in sets for result in world.b.generate(each, tokens=8, together=True)]
-    assert differences(cold, warm) == []
-    assert cached(warm) == exact(prompts)
+    warm = world.b.generate(prompts, tokens=8)
+    assert cached(warm) == cached(own) == exact(prompts)
+    # A prompt computed in other pieces differs in its last bits, in vLLM's own cache too. So, bit
+    # for bit: what vLLM's own cache gives. Against a cold run: the same tokens, within rounding.
+    assert differences(warm, own) == []
+    assert [result["tokens"] for result in warm] == [result["tokens"] for result in cold]
+    for one, other in zip(warm, cold, strict=True):
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=ROUNDING)
 
-    few = prompts[20:28]
+    few, cold = prompts[20:28], own[20:28]
     assert world.b.ask("reset")["reset"]
     assert cached(again := world.b.generate(few, tokens=8)) == exact(few)
-    assert differences(again, cold[20:28]) == []
+    assert differences(again, cold) == []
 
     world.only_disk()
     assert world.b.ask("reset")["reset"]
     assert cached(again := world.b.generate(few, tokens=8)) == exact(few)
-    assert differences(again, cold[20:28]) == []
+    assert differences(again, cold) == []
     by_source = world.b.ask("metrics")["metrics"]
     assert by_source["vllm:kvstore_blocks_loaded"] > 0
 
@@ -129,7 +136,7 @@ def test_b_reuses_what_a_computed_then_again_after_reset_restart_and_from_disk(
     wait_until(lambda: world.b.held()["worker"]["store_connected"], "connected again")
     assert world.b.ask("reset")["reset"]
     assert cached(again := world.b.generate(few, tokens=8)) == exact(few)
-    assert differences(again, cold[20:28]) == []
+    assert differences(again, cold) == []
 
 
 def test_what_decode_fills_is_reused_too(world: World) -> None:
@@ -208,10 +215,10 @@ def test_other_weights_and_other_dtypes_share_nothing(world: World, tmp_path: Pa
     mine = world.namespace(world.a)
     others = tmp_path / "llama"  # the same name, other weights
     write_model(others, "llama", 77)
-    world.b.start(others, kv_transfer_config=world.connector)
+    world.start(world.b, others)
     assert cached(world.b.generate([prompt], tokens=4)) == [0]
     assert world.namespace(world.b).revision != mine.revision
-    world.b.start(world.llama, dtype="bfloat16", kv_transfer_config=world.connector)
+    world.start(world.b, world.llama, dtype="bfloat16")
     assert cached(world.b.generate([prompt], tokens=4)) == [0]
     assert asdict(world.namespace(world.b)) == {**asdict(mine), "dtype": "bfloat16"}
 
@@ -219,7 +226,7 @@ def test_other_weights_and_other_dtypes_share_nothing(world: World, tmp_path: Pa
 def test_qwen3_in_bfloat16(world: World) -> None:
     prompts = [tokens(100 + number, 90 + 61 * number) for number in range(4)]
     for engine in (world.a, world.b):
-        engine.start(world.qwen, dtype="bfloat16", kv_transfer_config=world.connector)
+        world.start(engine, world.qwen, dtype="bfloat16")
     cold = world.a.generate(prompts, tokens=8)
     saved(world, world.a)
     warm = world.b.generate(prompts, tokens=8)

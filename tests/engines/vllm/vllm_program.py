@@ -83,7 +83,7 @@ class Program:
         return {"results": results}
 
     def do_run(
-        self, requests: list[dict[str, Any]], aborts: dict[str, int], limit_s: float
+        self, requests: list[dict[str, Any]], aborts: dict[str, int], within_s: float
     ) -> dict[str, Any]:
         """Requests added at once, stepped by hand. aborts: request to the step it is aborted at."""
         from vllm import SamplingParams
@@ -101,7 +101,7 @@ class Program:
             prompt = {"prompt_token_ids": each["prompt"]}
             names[each["id"]] = engine.add_request(each["id"], prompt, params) or each["id"]
         done: dict[str, Any] = {}
-        end_s, steps = time.monotonic() + limit_s, 0
+        end_s, steps = time.monotonic() + within_s, 0
         while engine.has_unfinished_requests():
             assert time.monotonic() < end_s, "requests that never end"
             for name, step in aborts.items():

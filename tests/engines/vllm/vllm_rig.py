@@ -139,7 +139,7 @@ class Sidecar:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{HERE}"},
         )
         log.close()
         assert self._process.stdout is not None
