@@ -1,0 +1,185 @@
+"""The tier in vLLM's native tiering, in real engines: reuse across processes, faults, and what a
+killed engine leaves."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import write_model
+from vllm_rig import Engine, Sidecar, needs_vllm, our_tier, tier, tokens, wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(900)]
+
+HOST_BYTES = 16 << 20
+HASH = {"prefix_caching_hash_algo": "sha256_cbor"}
+PROMPT_SETS = 30
+ROUNDING = 1e-5
+PATIENT = {"deadline_ms": 20_000, "reply_limit_ms": 60_000}
+"""Nothing is cut, however slow the machine."""
+
+
+class World:
+    """A sidecar with a disk, and two processes for engines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.models = {family: folder / family for family in ("llama", "gemma3_text")}
+        for seed, (family, path) in enumerate(self.models.items()):
+            write_model(path, family, seed)
+        self.sidecar = Sidecar(
+            folder, "--l2", "128MiB", "--slot", "256KiB", "--disk", str(folder / "disk")
+        )
+        self.a, self.b = Engine(folder / "a.log"), Engine(folder / "b.log")
+
+    def start(self, engine: Engine, family: str = "llama", table: Any = None, **extra: Any) -> None:
+        table = table or our_tier(self.sidecar.socket, **PATIENT)
+        engine.start(
+            self.models[family],
+            kv_transfer_config=tier(HOST_BYTES, table, **extra),
+            disable_hybrid_kv_cache_manager=False,
+            num_gpu_blocks_override=1024,
+            **HASH,
+        )
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(tmp_path_factory.mktemp("vllm"))
+    yield made
+    assert (made.a.end(), made.b.end()) == (0, 0)
+    if made.sidecar.running:
+        assert made.sidecar.stop() == 0, "leases that did not come back"
+
+
+def check_same(warm: list[dict[str, Any]], cold: list[dict[str, Any]]) -> None:
+    """The same tokens, with the same log-probabilities within rounding: a prompt computed in other
+    pieces differs in its last bits, in vLLM's own cache too."""
+    assert [result["tokens"] for result in warm] == [result["tokens"] for result in cold]
+    for one, other in zip(warm, cold, strict=True):
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=ROUNDING)
+
+
+def prompts(family: int, count: int = PROMPT_SETS) -> list[list[int]]:
+    """Pairs that share a beginning."""
+    made = []
+    for number in range(count):
+        shared = tokens(5000 * family + number, 64 + 32 * (number % 5))
+        made.append(shared + tokens(5000 * family + 1000 + number, 70 + number))
+        made.append(shared + tokens(5000 * family + 2000 + number, 7 * number))
+    return made
+
+
+def whole(prompt: list[int], unit: int) -> int:
+    """Tokens of a prompt's full units; vLLM computes the last token."""
+    return (len(prompt) - 1) // unit * unit
+
+
+def settled(engine: Engine) -> None:
+    assert engine.ask("settle")["requests"] == 0
+
+
+def test_b_reuses_what_a_computed(world: World) -> None:
+    asked = prompts(1)
+    world.start(world.a)
+    cold = world.a.generate(asked, tokens=8)
+    settled(world.a)
+    world.start(world.b)
+    warm = world.b.generate(asked, tokens=8)
+    check_same(warm, cold)
+    # vLLM's offloading may use a whole unit more where a prompt ends with one.
+    for prompt, result in zip(asked, warm, strict=True):
+        assert result["cached"] in (whole(prompt, 32), len(prompt) // 32 * 32)
+
+
+def test_two_blocks_per_unit(world: World) -> None:
+    asked = prompts(2, 6)
+    option = {"blocks_per_chunk": 2}
+    world.start(world.a, **option)
+    cold = world.a.generate(asked, tokens=8)
+    settled(world.a)
+    world.start(world.b, **option)
+    warm = world.b.generate(asked, tokens=8)
+    check_same(warm, cold)
+    # B has computed the first of each pair itself as far as it goes beyond whole units.
+    for prompt, result in zip(asked[::2], warm[::2], strict=True):
+        assert result["cached"] in (whole(prompt, 64), len(prompt) // 64 * 64)
+
+
+def test_two_groups_of_a_hybrid_model(world: World) -> None:
+    asked = prompts(3, 6)
+    world.start(world.a, "gemma3_text")
+    cold = world.a.generate(asked, tokens=8)
+    settled(world.a)
+    world.start(world.b, "gemma3_text")
+    warm = world.b.generate(asked, tokens=8)
+    check_same(warm, cold)
+    assert sum(result["cached"] for result in warm) >= sum(
+        whole(prompt, 32) for prompt in asked[::2]
+    )
+
+
+def test_a_store_of_its_own_over_a_disk(world: World) -> None:
+    asked = prompts(4, 3)
+    disk = str(world.folder / "own")
+    table = {"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm"}
+    table["embedded"] = {"l2": "8MiB", "disk": disk, "disk_capacity": "256MiB"}
+    world.start(world.a, table=table)
+    cold = world.a.generate(asked, tokens=8)
+    settled(world.a)
+    world.start(world.a, table=table)  # ends the first, which writes what is queued
+    warm = world.a.generate(asked, tokens=8)
+    check_same(warm, cold)
+    assert sum(result["cached"] for result in warm) > 0
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_tier_that_claims_what_it_has_not_is_no_livelock(
+    world: World, tmp_path: Path, broken: bool
+) -> None:
+    config = f'[[tiers]]\nkind = "faulty.claiming"\nbroken = {str(broken).lower()}\n'
+    sidecar = Sidecar(tmp_path, "--l2", "4MiB", "--slot", "256KiB", config=config)
+    world.start(world.b, table=our_tier(sidecar.socket))
+    asked = prompts(5, 2)
+    found = world.b.generate(asked, tokens=8)
+    assert {result["finish"] for result in found} == {"length"}
+    world.start(world.b)  # another namespace of leases: the first engine has gone
+    check_same(found, world.b.generate(asked, tokens=8))
+    assert sidecar.stop() == 0
+
+
+def test_a_sidecar_that_is_absent_hung_or_killed(world: World, tmp_path: Path) -> None:
+    asked = prompts(6, 2)
+    world.start(world.a, table=our_tier(str(tmp_path / "kv.sock"), deadline_ms=500))
+    expected = world.a.generate(asked, tokens=8)
+    sidecar = Sidecar(tmp_path, "--l2", "32MiB", "--slot", "256KiB")
+    for fault in ("none", "hung", "killed"):
+        if fault == "hung":
+            sidecar.suspend()
+        if fault == "killed":
+            sidecar.kill()
+        world.a.ask("reset")
+        check_same(world.a.generate(asked, tokens=8), expected)
+        settled(world.a)
+        if fault == "hung":
+            sidecar.resume()
+
+
+def test_the_pool_of_a_killed_engine_is_removed_by_the_next(world: World, tmp_path: Path) -> None:
+    from kvstore.connectors.vllm.host_pool import STALE_S, abandoned
+
+    victim = Engine(tmp_path / "victim.log")
+    before = set(Path("/dev/shm").glob("vllm_offload_*.mmap"))
+    world.start(victim)
+    (left,) = set(Path("/dev/shm").glob("vllm_offload_*.mmap")) - before
+    old = time.time() - 2 * STALE_S
+    os.utime(left, (old, old))
+    assert left not in abandoned(), "an engine maps it"
+    victim.kill()
+    wait_until(lambda: left in abandoned(), "it is nobody's")
+    world.start(world.b)
+    assert not left.exists()
