@@ -248,7 +248,7 @@ class Proxy:
 
     hung: passes nothing on, either way. cut_after: closes the connection after so many bytes of
     replies. reply_with: these bytes instead of the server's reply. piece: replies come in pieces of
-    so many bytes, each `pause_s` after the last. sent: bytes of replies passed on so far.
+    so many bytes, each `pause_s` after the last. replaced: how many replies were, to their end.
     """
 
     def __init__(self, target_port: int, *, tls: Certificates | None = None) -> None:
@@ -257,7 +257,7 @@ class Proxy:
         self.reply_with: bytes | None = None
         self.piece = 1 << 20
         self.pause_s = 0.0
-        self.sent = 0
+        self.replaced = 0
         self._target_port = target_port
         self._context: ssl.SSLContext | None = None
         if tls is not None:
@@ -328,10 +328,9 @@ class Proxy:
                 data, left = data[:left], max(0, left - len(data))
             for first in range(0, len(data), self.piece):
                 time.sleep(self.pause_s)
-                piece = data[first : first + self.piece]
-                if not _sent(near, piece):
+                if not _sent(near, data[first : first + self.piece]):
                     break
-                self.sent += len(piece)
+            self.replaced += self.reply_with is not None
             if left == 0:
                 break
         _end(near)

@@ -96,6 +96,9 @@ def test_a_failover_is_followed(open_: Any, tmp_path: Path, buffer: FrameBuffer)
         )
         tier.write(*buffer.fill(key_of(1), 5000))
         wait_until(lambda: second.dbsize() == 1, "replication")
+        pool = tier._servers.pools()[0]
+        with tier._calls.exchange(pool):
+            assert tier.contains([key_of(1)]) == [True], "on a second connection"
         master.freeze()
         with pytest.raises(TierUnavailable):
             tier.contains([key_of(1)])
@@ -105,7 +108,8 @@ def test_a_failover_is_followed(open_: Any, tmp_path: Path, buffer: FrameBuffer)
         assert second.exists(encode_name("kvstore", key_of(2)))
         # The old master comes back, and does not know yet that it is none: nobody asks it.
         master.thaw()
-        tier.write(*buffer.fill(key_of(3), 5000))
+        with tier._calls.exchange(pool):
+            tier.write(*buffer.fill(key_of(3), 5000))
         assert tier.contains([key_of(1), key_of(2), key_of(3)]) == [True] * 3
         assert second.exists(encode_name("kvstore", key_of(3)))
 
