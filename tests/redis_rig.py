@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import shutil
 import signal
@@ -99,6 +100,7 @@ class Server:
             for name, value in self._options.items():
                 words += [f"--{name.replace('_', '-')}", *str(value).split(" ")]
         self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        atexit.register(self._process.kill)  # where a test fails before it stops its servers
         if wait:
             wait_until(self._answers, f"{self._binary} at {self.port}")
 
