@@ -93,7 +93,7 @@ def test_context_parallel_decoding_is_refused() -> None:
 def test_keys_of_hex_are_their_bytes_and_others_their_digest() -> None:
     good = [hashlib.sha256(bytes([n])).hexdigest() for n in range(3)]
     assert hashes_of(good) == [bytes.fromhex(key) for key in good]
-    odd = ["", "a", "x" * 64, "ab" * 31, "é", good[0]]
+    odd = ["", "a", "x" * 64, "ab" * 31, "AB" * 32, "ab" * 32, "ab " * 21 + "a", "é", good[0]]
     named = hashes_of(odd)
     assert named[-1] == bytes.fromhex(good[0])
     assert len({len(name) for name in named}) == 1
