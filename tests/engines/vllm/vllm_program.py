@@ -82,6 +82,17 @@ class Program:
             results += [{**told(output), "seconds": seconds} for output in outputs]
         return {"results": results}
 
+    def do_embeds(self, seed: int, length: int) -> dict[str, Any]:
+        """A prompt of made-up embeddings instead of tokens."""
+        import torch
+        from vllm import SamplingParams
+
+        width = self.llm.llm_engine.model_config.hf_config.hidden_size
+        made = torch.randn(length, width, generator=torch.Generator().manual_seed(seed))
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        (output,) = self.llm.generate([{"prompt_embeds": made}], params, use_tqdm=False)
+        return {"result": told(output)}
+
     def do_run(
         self, requests: list[dict[str, Any]], aborts: dict[str, int], within_s: float
     ) -> dict[str, Any]:
@@ -121,9 +132,10 @@ class Program:
             self.llm.llm_engine.engine_core.engine_core.step_fn()
         return {"requests": len(scheduler.requests)}
 
-    def do_reset(self) -> dict[str, Any]:
+    def do_reset(self, connector: bool = False) -> dict[str, Any]:
+        """Empty vLLM's own cache; connector: and the host pool of its offloading."""
         self.do_settle()
-        return {"reset": bool(self.llm.reset_prefix_cache())}
+        return {"reset": bool(self.llm.reset_prefix_cache(reset_connector=connector))}
 
     def do_metrics(self) -> dict[str, Any]:
         found: dict[str, float] = {}

@@ -48,12 +48,12 @@ def environment() -> dict[str, str]:
 class Engine:
     """A process with vLLM in it."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, python: str = sys.executable) -> None:
         self.log = log
         here, there = os.pipe()
         os.set_inheritable(there, True)
         self._log = log.open("w")
-        program = [sys.executable, str(HERE / "vllm_program.py")]
+        program = [python, str(HERE / "vllm_program.py")]
         self._process = subprocess.Popen(
             ["bash", "-c", f'exec "$0" "$@" 3>&{there}', *program],
             stdin=subprocess.PIPE,

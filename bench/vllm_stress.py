@@ -1,0 +1,162 @@
+"""Does vLLM stay right beside kvstore for ten minutes of pressure?
+
+    python bench/vllm_stress.py --vllm .venv-vllm/bin/python [--seconds 600] [--seed 0] [--json]
+
+A real vLLM with a pool of 64 blocks, so that it preempts, over a sidecar with a small L2 and a disk
+below it. Rounds of 32 requests at once with shared prefixes, a fifth of them aborted at some
+step; now and then vLLM's own cache is emptied, the sidecar's L2 too, or the sidecar is stopped and
+started. A second vLLM without a store, and with room, says what each output must be. At the end no
+lease may be out and every block free. The exit code is 1 when anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "vllm"))
+
+from tiny_models import write_model
+from vllm_rig import Engine, Sidecar, connector, wait_until
+
+REQUESTS: Final = 32
+ABORTED_SHARE: Final = 0.2
+PREFIXES: Final = 12
+OUTPUT_TOKENS: Final = 24
+ROUND_LIMIT_S: Final = 300.0
+
+
+class Stress:
+    """Both engines, the sidecar, and what has been seen."""
+
+    def __init__(self, folder: Path, python: str, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.folder = folder
+        model = folder / "model"
+        write_model(model, "llama", 1)
+        self.sidecar = Sidecar(
+            folder, "--l2", "16MiB", "--slot", "128KiB",
+            "--disk", str(folder / "disk"), "--disk-capacity", "64MiB",
+        )  # fmt: skip
+        self.right = Engine(folder / "right.log", python)
+        self.right.start(model, num_gpu_blocks_override=2048, max_num_seqs=REQUESTS)
+        self.tested = Engine(folder / "tested.log", python)
+        prefetch = {"policy": "timeout", "cap_ms": 2000, "min_tokens": 64}
+        self.tested.start(
+            model,
+            kv_transfer_config=connector(self.sidecar.socket, prefetch=prefetch),
+            num_gpu_blocks_override=64,
+            max_num_seqs=16,
+        )
+        self.prefixes = [self.tokens(self.random.randrange(32, 400)) for _ in range(PREFIXES)]
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(4, 512) for _ in range(count)]
+
+    def round(self, number: int) -> None:
+        """32 requests at once, and one disturbance before them."""
+        self.disturb()
+        requests = [
+            {
+                "id": f"{number}-{index}",
+                "prompt": self.random.choice(self.prefixes) + self.tokens(8 + index * 3),
+                "tokens": OUTPUT_TOKENS,
+            }
+            for index in range(REQUESTS)
+        ]
+        names = [each["id"] for each in requests]
+        aborted = self.random.sample(names, int(REQUESTS * ABORTED_SHARE))
+        aborts = {name: self.random.randrange(1, 120) for name in aborted}
+        found = self.tested.ask(
+            "run", ROUND_LIMIT_S, requests=requests, aborts=aborts, within_s=ROUND_LIMIT_S / 2
+        )
+        prompts = [each["prompt"] for each in requests]
+        right = self.right.generate(prompts, tokens=OUTPUT_TOKENS, together=True)
+        for name, expected in zip(names, right, strict=True):
+            told = found["done"].get(name)
+            if told is None:
+                if name not in aborts:
+                    self.wrong.append(f"{name} never ended")
+                continue
+            self.counts["requests"] += 1
+            self.counts["tokens_cached"] += told["cached"] or 0
+            if told["tokens"] != expected["tokens"][: len(told["tokens"])]:
+                self.wrong.append(f"{name}: {told['tokens']} is not {expected['tokens']}")
+            if name not in aborts and told["finish"] != "length":
+                self.wrong.append(f"{name} ended by {told['finish']}")
+        self.counts["rounds"] += 1
+        self.counts["aborted"] += len(aborts)
+
+    def disturb(self) -> None:
+        what = self.random.choice(["nothing", "nothing", "reset", "reset", "clear", "restart"])
+        self.counts[f"disturbed by {what}"] += 1
+        if what != "nothing":
+            self.tested.ask("reset")
+        if what == "clear":
+            request = urllib.request.Request(f"{self.sidecar.url}/v1/clear?tier=l2", method="POST")
+            urllib.request.urlopen(request, timeout=60).close()
+        if what == "restart":
+            if self.sidecar.stop() != 0:
+                self.wrong.append("a sidecar ended with leases that had not come back")
+            self.sidecar.start()
+
+    def finish(self) -> dict[str, Any]:
+        """Look for what is left over, and end everything."""
+        if self.tested.ask("settle")["requests"]:
+            self.wrong.append("vLLM still knows requests")
+        held = self.tested.held()
+        if held["free_blocks"] != held["blocks"] - 1:
+            self.wrong.append(f"{held['blocks'] - 1 - held['free_blocks']} blocks are not free")
+        for side, name in (
+            ("scheduler", "loads_under_way"), ("scheduler", "requests_waiting"),
+            ("worker", "loads_under_way"), ("worker", "saves_under_way"),
+        ):  # fmt: skip
+            if held[side][name]:
+                self.wrong.append(f"{side}: {held[side][name]} {name}")
+        wait_until(lambda: self.sidecar.stats()["l2"]["slots_leased"] == 0, "leases come back")
+        metrics = self.tested.ask("metrics")["metrics"]
+        self.counts["preemptions"] = int(metrics.get("vllm:num_preemptions", 0))
+        for name in ("blocks_loaded", "blocks_failed", "blocks_saved", "saves_cut_by_preemption"):
+            self.counts[name] = int(metrics.get(f"vllm:kvstore_{name}", 0))
+        if self.tested.end() or self.right.end():
+            self.wrong.append("an engine's process ended badly")
+        if self.sidecar.stop():
+            self.wrong.append("the sidecar ended with leases that had not come back")
+        return {"wrong": self.wrong, **self.counts}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vllm", default=sys.executable, help="a Python that has vLLM")
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        stress = Stress(Path(folder), options.vllm, options.seed)
+        end_s = time.monotonic() + options.seconds
+        number = 0
+        while time.monotonic() < end_s and not stress.wrong:
+            stress.round(number)
+            number += 1
+        found = stress.finish()
+    if options.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name}: {value}")
+    return 1 if found["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

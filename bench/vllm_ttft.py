@@ -1,0 +1,171 @@
+"""How soon does vLLM's first token come: computed, or from which cache, by prompt length?
+
+    python bench/vllm_ttft.py --vllm .venv-vllm/bin/python [--lengths 128,...,900,1900]
+                              [--repeats N] [--json] [--png docs/img/vllm_ttft.png]
+
+Real vLLM on this CPU with a tiny model (4 layers, 4 KiB of float32 KV a token), so that what a
+cache costs is not hidden by what computing costs. Columns: `plain` computed by a vLLM without any
+store, `cold` computed beside kvstore, which saves it; `own` vLLM's own prefix cache; `L2` and
+`disk` kvstore's connector over a sidecar; `tier` kvstore's tier from the sidecar's L2, `fs` vLLM's
+own tier on files, both in vLLM's native offloading with its host pool emptied. The engines answer
+in turns, and of several repeats the middle is kept. `tier` and `fs` copy by the same stand-in for
+vLLM's CUDA worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "vllm"))
+
+from tiny_models import write_model
+from vllm_rig import Engine, Sidecar, connector, our_tier, tier
+
+COLUMNS: Final = ("plain", "cold", "own", "L2", "disk", "tier", "fs")
+LIMIT_TOKENS: Final = 2048
+PATIENT: Final = {"policy": "wait_complete", "cap_ms": 60_000, "min_tokens": 0}
+HOST_BYTES: Final = 64 << 20
+
+
+class Bench:
+    """Four engines, each in a process of its own, that answer one at a time."""
+
+    def __init__(self, folder: Path, python: str) -> None:
+        self._random = random.Random(1)
+        model = folder / "model"
+        write_model(model, "llama", 1)
+        self.sidecar = Sidecar(
+            folder, "--l2", "256MiB", "--slot", "128KiB",
+            "--disk", str(folder / "disk"), "--disk-capacity", "4GiB",
+        )  # fmt: skip
+        files = {"type": "fs", "root_dir": str(folder / "fs")}
+        transfers: dict[str, Any] = {
+            "plain": None,
+            "connector": connector(self.sidecar.socket, prefetch=PATIENT, reply_limit_ms=60_000),
+            "tier": tier(HOST_BYTES, our_tier(self.sidecar.socket, deadline_ms=60_000)),
+            "fs": tier(HOST_BYTES, files),
+        }
+        self.engines: dict[str, Engine] = {}
+        for name, transfer in transfers.items():
+            engine = self.engines[name] = Engine(folder / f"{name}.log", python)
+            engine.start(
+                model,
+                kv_transfer_config=transfer,
+                prefix_caching_hash_algo="sha256_cbor",
+                max_model_len=LIMIT_TOKENS,
+                max_num_batched_tokens=LIMIT_TOKENS,
+                num_gpu_blocks_override=256,
+            )
+
+    def prompt(self, length: int) -> list[int]:
+        return [self._random.randrange(4, 512) for _ in range(length)]
+
+    def first_token_ms(self, name: str, prompt: list[int], cached: bool) -> float:
+        (result,) = self.engines[name].generate([prompt], tokens=1)
+        assert (result["cached"] > 0) == cached, f"{name}: {result['cached']} tokens were cached"
+        return 1e3 * float(result["seconds"])
+
+    def once(self, length: int) -> dict[str, float]:
+        """One prompt through every column."""
+        prompt = self.prompt(length)
+        found = {
+            "plain": self.first_token_ms("plain", prompt, False),
+            "cold": self.first_token_ms("connector", prompt, False),
+        }
+        self.engines["connector"].ask("settle")
+        found["own"] = self.first_token_ms("connector", prompt, True)
+        self.engines["connector"].ask("reset")
+        found["L2"] = self.first_token_ms("connector", prompt, True)
+        self.engines["connector"].ask("reset")
+        self._post("/v1/flush")
+        self._post("/v1/clear?tier=l2")
+        found["disk"] = self.first_token_ms("connector", prompt, True)
+        self.engines["connector"].ask("settle")
+        for name in ("tier", "fs"):
+            self.first_token_ms(name, prompt, False)
+            self.engines[name].ask("settle")
+            self.engines[name].ask("reset", connector=True)
+            found[name] = self.first_token_ms(name, prompt, True)
+        return found
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.end()
+        self.sidecar.stop()
+
+    def _post(self, path: str) -> None:
+        request = urllib.request.Request(f"{self.sidecar.url}{path}", method="POST")
+        urllib.request.urlopen(request, timeout=60).close()
+
+
+def measure(lengths: list[int], repeats: int, python: str) -> list[dict[str, Any]]:
+    """A row for each length: the middle of each column, in milliseconds."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), python)
+        try:
+            bench.once(max(lengths))  # what only the first request pays
+            runs: dict[int, list[dict[str, float]]] = {length: [] for length in lengths}
+            for _ in range(repeats):
+                for length in lengths:
+                    runs[length].append(bench.once(length))
+        finally:
+            bench.close()
+    for length, found in runs.items():
+        middles = {name: statistics.median(run[name] for run in found) for name in COLUMNS}
+        overhead = statistics.median(run["cold"] / run["plain"] for run in found) - 1
+        rows.append({"tokens": length, **middles, "save_overhead": overhead})
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print("| prompt tokens | " + ", ms | ".join(COLUMNS) + ", ms | L2 / own | saving costs |")
+    print("| ---: |" + " ---: |" * (len(COLUMNS) + 2))
+    for row in rows:
+        times = " | ".join(f"{row[name]:,.1f}" for name in COLUMNS)
+        ratio = row["L2"] / row["own"]
+        print(f"| {row['tokens']:,} | {times} | {ratio:.2f} | {row['save_overhead']:+.1%} |")
+
+
+def draw(rows: list[dict[str, Any]], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("svg" if path.endswith(".svg") else "agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name in COLUMNS:
+        axes.plot([row["tokens"] for row in rows], [row[name] for row in rows], "o-", label=name)
+    axes.set_xlabel("prompt tokens")
+    axes.set_ylabel("time to first token, ms")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vllm", default=sys.executable, help="a Python that has vLLM")
+    parser.add_argument("--lengths", default="128,256,512,900,1900")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--png")
+    options = parser.parse_args()
+    lengths = [int(length) for length in options.lengths.split(",")]
+    rows = measure(lengths, options.repeats, options.vllm)
+    print(json.dumps(rows)) if options.json else show(rows)
+    if options.png:
+        draw(rows, options.png)
+
+
+if __name__ == "__main__":
+    main()

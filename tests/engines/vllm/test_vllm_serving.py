@@ -1,0 +1,242 @@
+"""vLLM's server over HTTP with two users; two nodes' sidecars joined by Valkey; prompt embeddings;
+models of several KV groups; an engine over a store of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis_rig
+from tiny_models import write_model
+from vllm_rig import (
+    BLOCK,
+    HERE,
+    LIMIT_S,
+    Engine,
+    Sidecar,
+    connector,
+    environment,
+    full_blocks,
+    needs_vllm,
+    tokens,
+    wait_until,
+)
+
+from kvstore.hashing import hash_tokens
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(900)]
+
+PATIENT = {"policy": "wait_complete", "cap_ms": 20_000, "min_tokens": 0}
+SERVER_LIMIT_S = 400.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "llama"
+    write_model(path, "llama", 1)
+    return path
+
+
+def patient(socket: str, **extra: Any) -> dict[str, Any]:
+    return connector(socket, prefetch=PATIENT, reply_limit_ms=60_000, **extra)
+
+
+class Server:
+    """vLLM's OpenAI-compatible server: front end, scheduler and worker as vLLM starts them."""
+
+    def __init__(self, model: Path, transfer: dict[str, Any], log: Path) -> None:
+        self.port = redis_rig.free_port()
+        self._log = log.open("w")
+        self.log = log
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(model), "--host", "127.0.0.1", "--port", str(self.port),
+            "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager",
+            "--block-size", "32", "--num-gpu-blocks-override", "128",
+            "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer),
+        ]  # fmt: skip
+        env = {**environment(), "VLLM_SERVER_DEV_MODE": "1"}
+        del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        self._process = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, env=env, cwd=HERE
+        )
+
+    def wait(self) -> None:
+        wait_until(self._ready, "the server is ready", SERVER_LIMIT_S)
+
+    def _ready(self) -> bool:
+        assert self._process.poll() is None, self.log.read_text()[-4000:]
+        try:
+            self.ask("/health")
+        except OSError:
+            return False
+        return True
+
+    def ask(self, path: str, body: Any = None, method: str = "GET") -> bytes:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data,
+            {"content-type": "application/json"},
+            method="POST" if body is not None else method,
+        )
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            found: bytes = answer.read()
+            return found
+
+    def complete(self, prompt: list[int], salt: str) -> tuple[str, int]:
+        """The text, and how many tokens of the prompt were cached."""
+        body = {
+            "model": None, "prompt": prompt, "max_tokens": 8, "temperature": 0,
+            "ignore_eos": True, "cache_salt": salt,
+        }  # fmt: skip
+        body["model"] = json.loads(self.ask("/v1/models"))["data"][0]["id"]
+        answer = json.loads(self.ask("/v1/completions", body))
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        return answer["choices"][0]["text"], details.get("cached_tokens") or 0
+
+    def reset(self) -> None:
+        wait_until(lambda: self._reset_once(), "vLLM's own cache is empty")
+
+    def _reset_once(self) -> bool:
+        self.ask("/reset_prefix_cache", method="POST")
+        return True
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.wait(LIMIT_S)
+        self._log.close()
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    made = Sidecar(tmp_path, "--l2", "32MiB", "--slot", "128KiB")
+    yield made
+    assert made.stop() == 0
+
+
+def test_over_http_two_users_share_nothing(model: Path, sidecar: Sidecar, tmp_path: Path) -> None:
+    server = Server(model, patient(sidecar.socket), tmp_path / "server.log")
+    try:
+        server.wait()
+        prompt = tokens(1, 200)
+        text, cached = server.complete(prompt, "user a")
+        assert cached == 0
+        wait_until(lambda: sidecar.stats()["l2"]["slots_ready"] >= 6, "the blocks are saved")
+        server.reset()
+        assert server.complete(prompt, "user a") == (text, full_blocks(prompt))
+        assert server.complete(prompt, "user b") == (text, 0)
+        metrics = server.ask("/metrics").decode()
+        loaded = next(
+            line for line in metrics.splitlines() if line.startswith("vllm:kvstore_blocks_loaded_t")
+        )
+        assert float(loaded.split()[-1]) == full_blocks(prompt) / 32
+    finally:
+        server.end()
+
+
+def test_two_nodes_joined_by_valkey(model: Path, tmp_path: Path) -> None:
+    valkey = redis_rig.Server(tmp_path / "valkey", redis_rig.valkey_binary())
+    config = f'[[tiers]]\nkind = "redis"\nurl = "redis://{valkey.address}"\n'
+    nodes = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        nodes.append(Sidecar(tmp_path / name, "--l2", "32MiB", "--slot", "128KiB", config=config))
+    engine = Engine(tmp_path / "engine.log")
+    prompts = [tokens(10 + number, 100 + 90 * number) for number in range(3)]
+    engine.start(model, kv_transfer_config=patient(nodes[0].socket))
+    cold = engine.generate(prompts, tokens=8)
+    engine.ask("settle")
+    request = urllib.request.Request(f"{nodes[0].url}/v1/flush", method="POST")
+    urllib.request.urlopen(request, timeout=LIMIT_S).close()
+    engine.start(model, kv_transfer_config=patient(nodes[1].socket))
+    warm = engine.generate(prompts, tokens=8)
+    assert [each["cached"] for each in warm] == [full_blocks(prompt) for prompt in prompts]
+    assert [each["tokens"] for each in warm] == [each["tokens"] for each in cold]
+    assert engine.end() == 0
+    assert [node.stop() for node in nodes] == [0, 0]
+
+
+def test_an_engine_over_a_store_of_its_own(model: Path, tmp_path: Path) -> None:
+    transfer = patient("", embedded={"l2": "8MiB", "disk": str(tmp_path / "disk")})
+    engine = Engine(tmp_path / "engine.log")
+    prompt = tokens(20, 200)
+    for round_ in range(2):
+        engine.start(model, kv_transfer_config=transfer)
+        (found,) = engine.generate([prompt], tokens=8)
+        assert found["cached"] == (full_blocks(prompt) if round_ else 0)
+    assert engine.end() == 0
+
+
+def test_several_kv_groups_are_refused_in_one_line(tmp_path: Path, sidecar: Sidecar) -> None:
+    gemma = tmp_path / "gemma"
+    write_model(gemma, "gemma3_text", 3)
+    engine = Engine(tmp_path / "engine.log")
+    transfer = patient(sidecar.socket)
+    arguments = {"model": str(gemma), "kv_transfer_config": transfer}
+    hybrid = {**arguments, "disable_hybrid_kv_cache_manager": False}
+    refused = engine.try_ask("start", args=hybrid)
+    assert "--disable-hybrid-kv-cache-manager" in refused["error"] + engine.tail()
+    one_group = {**arguments, "disable_hybrid_kv_cache_manager": True}
+    engine.ask("start", args=one_group)
+    prompt = tokens(30, 200)
+    (cold,) = engine.generate([prompt], tokens=8)
+    assert engine.ask("reset")["reset"]
+    (warm,) = engine.generate([prompt], tokens=8)
+    assert (warm["tokens"], warm["cached"]) == (cold["tokens"], full_blocks(prompt))
+    assert engine.end() == 0
+
+
+def test_prompt_embeddings_are_known_by_their_values(
+    model: Path, tmp_path: Path, sidecar: Sidecar
+) -> None:
+    engine = Engine(tmp_path / "engine.log")
+    transfer = patient(sidecar.socket)
+    engine.start(model, kv_transfer_config=transfer, enable_prompt_embeds=True)
+    first, other = (engine.ask("embeds", seed=seed, length=100)["result"] for seed in (1, 2))
+    assert (first["cached"], other["cached"]) == (0, 0)
+    assert first["tokens"] != other["tokens"]
+    assert engine.ask("reset")["reset"]
+    again = engine.ask("embeds", seed=1, length=100)["result"]
+    assert (again["tokens"], again["cached"]) == (first["tokens"], 96)
+    assert engine.end() == 0
+
+
+def test_a_sidecar_follows_what_vllm_holds(model: Path, tmp_path: Path) -> None:
+    port = redis_rig.free_port()
+    here = f"tcp://127.0.0.1:{port}"
+    config = f'[server]\nkv_events = ["{here}"]\n'
+    sidecar = Sidecar(tmp_path, "--l2", "32MiB", "--slot", "128KiB", config=config)
+    engine = Engine(tmp_path / "engine.log")
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{port}",
+        "topic": "kv",
+    }
+    engine.start(model, kv_transfer_config=patient(sidecar.socket), kv_events_config=events)
+
+    def runs(prompt: list[int]) -> Any:
+        names = [name.hex() for name in hash_tokens(prompt, block_tokens=BLOCK)]
+        body = json.dumps({"hashes": names}).encode()
+        request = urllib.request.Request(f"{sidecar.url}/v1/engines", body, method="POST")
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            return json.load(answer)["runs"].get(here, {})
+
+    found: dict[str, int] = {}
+    for seed in range(100):  # until the subscription has arrived, events go to nobody
+        prompt = tokens(500 + seed, 200)
+        engine.generate([prompt], tokens=2)
+        engine.ask("settle")
+        found = runs(prompt)
+        if found == {"GPU": 6, "CPU": 6}:
+            break
+    assert found == {"GPU": 6, "CPU": 6}, "in vLLM's own cache, and taken by the store"
+    assert engine.end() == 0
+    assert sidecar.stop() == 0
