@@ -17,10 +17,15 @@ import numpy as np
 import torch
 
 from kvstore import kernels
+from kvstore.kernels import BlockFormat
 
 ROUNDS = 7
 COPY_BYTES = 256 << 20
 """Bytes moved in one round: far beyond any cache."""
+
+
+PLANES = BlockFormat("LKTHD", "planes")
+INT8 = BlockFormat("LKTHD", "int8")
 
 
 class Shape(NamedTuple):
@@ -31,6 +36,7 @@ class Shape(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     pages_per_block: int
+    form: BlockFormat = BlockFormat()
 
 
 SHAPES = (
@@ -39,6 +45,8 @@ SHAPES = (
     Shape("SmolLM2-135M fp32, page 16", 30, 16, 3, 64, torch.float32, 1),
     Shape("SmolLM2-135M bf16, page 16, block 64", 30, 16, 3, 64, torch.bfloat16, 4),
     Shape("SmolLM2-135M bf16, page 1, block 16", 30, 1, 3, 64, torch.bfloat16, 16),
+    Shape("Llama-3-8B bf16, in byte planes", 32, 16, 8, 128, torch.bfloat16, 1, PLANES),
+    Shape("Llama-3-8B bf16, as int8", 32, 16, 8, 128, torch.bfloat16, 1, INT8),
 )
 
 
@@ -68,7 +76,7 @@ def measure(shape: Shape) -> dict[str, str | float]:
     slots = [memoryview(slab[i * block_bytes : (i + 1) * block_bytes]) for i in range(blocks)]
     table = np.random.default_rng(0).permutation(num_pages).reshape(blocks, -1)
     pages = table.astype(np.int32).tolist()
-    copier = kernels.copier_for(pool)
+    copier = kernels.copier_for(pool, shape.form)
     seconds = best_seconds(
         [
             lambda: np.copyto(plain, slab),

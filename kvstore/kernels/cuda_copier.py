@@ -221,7 +221,7 @@ class CudaCopier:
         return found
 
     def _event(self, lane: torch.cuda.Stream, kept: object) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(lane)
         return TorchEvent(event, self._pool.device, kept)
 

@@ -333,6 +333,6 @@ def device_mark(device: torch.device) -> Event:
     """An event behind all work this thread has queued on `device` so far."""
     if device.type != "cuda":
         return FINISHED
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return TorchEvent(event, device)
