@@ -1,8 +1,8 @@
 """HTTP to one endpoint: pooled connections, and one exchange at a time on each.
 
-boto3's own transport costs three times the CPU of this one, because it copies every body and
-builds some hundred objects per request (docs/decisions/0008-s3-tier.md). Here a reply is received
-straight into the caller's buffers, and a request is sent straight out of them.
+boto3's own transport costs two to three times the CPU of this one for 2 MiB reads
+(docs/decisions/0008-s3-tier.md). Here a reply is received straight into the caller's buffers, and a
+request is sent straight out of them.
 """
 
 from __future__ import annotations
