@@ -64,6 +64,8 @@ BLOCKS = 256
 SHAPE = torch.Size((2, LAYERS, TOKENS, HEADS * DIM))
 AT_ONCE = 8
 """Values on their way at once, where a connector takes them one by one."""
+UNIT_FLAG = "--chunk_size".replace("_", "-")
+"""Its name for the tokens of a block."""
 WAIT_S = 120.0
 COLUMNS = (
     "tier",
@@ -196,7 +198,7 @@ class Loop:
 def server_rows(rows: Rows, rounds: int, folder: Path, mode: str) -> None:
     """Store, look up and retrieve 256 blocks of `lmcache server`."""
     port, http_port = free_port(), free_port()
-    words = [str(Path(sys.executable).with_name("lmcache")), "server", "--chunk-size", "16"]
+    words = [str(Path(sys.executable).with_name("lmcache")), "server", UNIT_FLAG, str(TOKENS)]
     words += ["--host", "127.0.0.1", "--port", str(port), "--http-port", str(http_port)]
     words += ["--l1-size-gb", "3", "--l1-init-size-gb", "3", "--eviction-policy", "LRU"]
     words += ["--supported-transfer-mode", mode, "--disable-observability"]
@@ -228,7 +230,7 @@ def drive_server(rows: Rows, rounds: int, mode: str, url: str) -> None:
     for number in range(rounds):
         request = client.create_request(number, f"request-{mode}-{number}", "bench")
         assert request is not None
-        assert client.lookup(request).hit_chunks == 0
+        assert client.lookup(request).is_full_miss
         for verb, move in (("write", client.store), ("read", client.retrieve)):
             with Clock() as clock:
                 moved = move(request, 0, request.num_full_tokens)
@@ -237,7 +239,7 @@ def drive_server(rows: Rows, rounds: int, mode: str, url: str) -> None:
             rows.moved(tier, verb, clock)
             if verb == "write":
                 found = client.lookup(request)
-                assert found.hit_chunks == BLOCKS, found
+                assert found.is_full_hit, found
                 rows.took(tier, "contains", found.latency_ms / 1e3)
         client.end_session(request)
     client.close()
