@@ -112,7 +112,7 @@ class HostCopier:
             scales[...] = scale.view(torch.uint8).numpy()
             return
         q = torch.from_numpy(np.ascontiguousarray(values)).view(torch.int8)
-        scale = torch.from_numpy(np.ascontiguousarray(scales)).view(torch.float32)
+        scale = torch.from_numpy(scales.copy()).view(torch.float32)
         there[...] = dequantise(q, scale, self._pool.dtype).view(torch.uint8).numpy()
 
 
@@ -280,8 +280,9 @@ class DeviceCopier:
         if plan.storage == "int8":
             width = plan.run_bytes // plan.element_bytes
             q = packed[..., :width].contiguous().view(torch.int8)
-            scale = packed[..., width:].contiguous().view(torch.float32)
-            return dequantise(q, scale, self._pool.dtype).view(torch.uint8)
+            # Cloned: a view may begin where no float does.
+            scale = packed[..., width:].clone(memory_format=torch.contiguous_format)
+            return dequantise(q, scale.view(torch.float32), self._pool.dtype).view(torch.uint8)
         return packed
 
     def _kept(self, row: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:

@@ -73,3 +73,17 @@ def test_a_slot_takes_half_and_the_pool_gets_it_back_nearly() -> None:
     error = error_of(pool[:, :, [2, 1]], back[:, :, [2, 1]])
     assert 0 < error.relative_rms < 0.01
     assert not back[:, :, [0, 3]].any()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+@pytest.mark.parametrize("copier", [HostCopier, DeviceCopier])
+def test_a_lone_vector_whose_scale_begins_at_no_floats_place(copier: type, width: int) -> None:
+    latent = torch.randn(1, 1, 1, width)
+    pool = PoolLayout((latent,), 1)
+    form = BlockFormat("LTHC", "int8")
+    slot = bytearray(form.block_bytes(pool, 1))
+    copier(pool, form).gather([[0]], [memoryview(slot)])
+    wanted = PoolLayout((torch.zeros_like(latent),), 1)
+    reference.scatter(wanted, [[0]], [memoryview(slot)], form)
+    copier(pool, form).scatter([[0]], [memoryview(slot)])
+    assert torch.equal(latent, wanted.sheets[0])
