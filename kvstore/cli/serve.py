@@ -25,7 +25,9 @@ def register(app: typer.Typer) -> None:
         slab_dir: Annotated[
             str | None, typer.Option(help="Memory file system for the slab, e.g. /dev/shm.")
         ] = None,
-        eviction: Annotated[str | None, typer.Option(help="Order of eviction: lru, lfu, s3fifo, cost, auto.")] = None,
+        eviction: Annotated[
+            str | None, typer.Option(help="Order of eviction: lru, lfu, s3fifo, cost, auto.")
+        ] = None,
         disk: Annotated[str | None, typer.Option(help="Folder of the disk tier.")] = None,
         disk_capacity: Annotated[
             str | None, typer.Option(help="Bytes it may keep, e.g. 50GiB.")
