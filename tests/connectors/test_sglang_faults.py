@@ -212,6 +212,7 @@ def test_a_kill_in_the_middle_of_a_batch(tmp_path: Path, verb: str) -> None:
     assert shelf.run(keys) == 64
     assert shelf.get(keys, where(host.indices(range(64, 128)))) == [True] * 64
     assert [host.page(number) for number in range(64, 128)] == right
+    assert client.stats()["outstanding"] == 0, "every ticket was handed back"
     shelf.close()
     healthy.close()
     killing.close()

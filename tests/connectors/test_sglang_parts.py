@@ -6,8 +6,9 @@ import hashlib
 import logging
 import random
 import threading
+import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from sglang_rig import config
 
 from kvstore.connectors.sglang.calls import Calls
 from kvstore.connectors.sglang.copies import Copies, Extents
+from kvstore.connectors.sglang.desk import Desk
 from kvstore.connectors.sglang.hits import kv_hits, trailing_lengths
 from kvstore.connectors.sglang.served import model_of, revision_of
 from kvstore.connectors.sglang.settings import (
@@ -27,6 +29,7 @@ from kvstore.connectors.sglang.settings import (
 )
 from kvstore.connectors.sglang.shelf import hashes_of
 from kvstore.errors import ConfigError
+from kvstore.verbs import BlockStore, Ticket
 
 SGLANGS_OWN = {
     "backend_name": "kvstore",
@@ -154,16 +157,42 @@ def test_pages_and_slots_hold_the_same_bytes(
     assert (memory == was).all(), "pages tile the memory, so every byte is back"
 
 
-def test_large_batches_are_copied_by_several_threads() -> None:
-    count, block = 16, 1 << 20
-    memory = np.random.default_rng(1).integers(0, 256, count * block, dtype=np.uint8)
-    base = memory.ctypes.data
-    pages_: list[Extents] = [[(base + n * block, block)] for n in range(count)]
-    slots = [memoryview(bytearray(block)) for _ in range(count)]
+def test_a_call_returns_when_every_thread_has_copied() -> None:
+    """The calling thread's own part is a moment's work, the others' are not."""
+    sizes = [64] + [24 << 20] * 3
+    memory = [
+        np.random.default_rng(n).integers(0, 256, size, np.uint8) for n, size in enumerate(sizes)
+    ]
+    pages_: list[Extents] = [[(part.ctypes.data, part.nbytes)] for part in memory]
+    slots = [memoryview(bytearray(size)) for size in sizes]
     copies = Copies(4)
     copies.to_slots(slots, pages_)
+    ends = [slot[-1] for slot in slots]
+    assert ends == [part[-1] for part in memory]
+    for slot, part in zip(slots, memory, strict=True):
+        assert slot == part.data
     copies.close()
-    assert b"".join(slots) == memory.tobytes()
+
+
+class Polled:
+    """A store of which only the polls matter."""
+
+    def __init__(self) -> None:
+        self.polls = 0
+
+    def poll(self, timeout_s: float) -> list[Ticket]:
+        self.polls += 1
+        return []
+
+
+def test_nobody_polls_for_what_another_thread_has_taken() -> None:
+    """A ticket moves, and another's poll takes it, between looking and polling: who polled for it
+    now would wait for the next."""
+    store = Polled()
+    desk = Desk(cast(BlockStore, store))
+    looks = iter([False, True])
+    assert desk.wait(lambda: next(looks), time.monotonic() + 60)
+    assert store.polls == 0
 
 
 def test_calls_turn_faults_into_misses(caplog: pytest.LogCaptureFixture) -> None:
