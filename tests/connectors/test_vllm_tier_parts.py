@@ -132,6 +132,21 @@ def test_a_request_that_ends_before_its_question_leaves_it_to_the_others() -> No
     assert len(rig.lookups) == 0
 
 
+def test_a_late_answer_to_an_earlier_question_does_not_revive_a_key_that_failed() -> None:
+    rig = Asking()
+    (key,) = keys = keys_of(1)
+    rig.store.put(key, unit(0))
+    rig.ask(keys, "first")
+    rig.lookups.request_finished("first")
+    rig.ask(keys, "second")
+    earlier, later = rig.store.asked
+    rig.store.answer(later)
+    assert rig.again(keys, "second") == [Answer.HIT]
+    rig.lookups.forget(keys)
+    rig.store.answer(earlier)
+    assert rig.again(keys, "second") == [Answer.MISS]
+
+
 def test_a_store_that_raises_is_a_miss() -> None:
     rig = Asking()
     rig.store.raising = True
