@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 from pathlib import Path
@@ -19,7 +20,7 @@ from disk_rig import (
 )
 
 from kvstore.blocks import Key
-from kvstore.errors import FrameInvalid
+from kvstore.errors import FrameInvalid, TierUnavailable
 from kvstore.frame import decode_header
 from kvstore.testing.frames import FrameBuffer, block_of, key_of
 from kvstore.testing.tier_suite import TierSuite
@@ -302,4 +303,92 @@ def test_a_deletion_holds_when_its_segment_is_appended_to_again(
     tier.close()
     tier = open_disk(directory, segment=MIB)
     assert held(tier, buffer, keys) == keys
+    tier.close()
+
+
+def test_a_file_is_used_again_and_nothing_of_it_is_seen(
+    directory: Path, tmp_path: Path, buffer: FrameBuffer
+) -> None:
+    """After a kill at any roll: what was there under another name is no frame."""
+    tier = open_disk(directory, capacity=4 * MIB, segment=MIB // 2)
+    inodes: dict[int, set[str]] = {}
+    for number in range(0, 1000, 20):
+        keys = put(tier, buffer, range(number, number + 20))
+        for path in segment_files(directory):
+            inodes.setdefault(path.stat().st_ino, set()).add(path.name)
+        if number % 180 == 0:
+            copy = left_by_a_kill(directory, tmp_path / f"copy {number}")
+            named = set(tier.keys())
+            again = open_disk(copy, capacity=4 * MIB, segment=MIB // 2)
+            assert set(again.keys()) == named
+            assert again.stats()["torn"] == 0
+            assert held(again, buffer, keys) == keys
+            again.close()
+    assert len(inodes) <= 9
+    assert max(map(len, inodes.values())) > 3
+    tier.close()
+
+
+@pytest.mark.parametrize("failing", ["rename", "write"])
+def test_a_file_that_cannot_be_used_again_costs_its_blocks_only(
+    directory: Path, buffer: FrameBuffer, failing: str
+) -> None:
+    class Failing(Files):
+        on = False
+
+        def rename(self, path: str, to: str) -> None:
+            if self.on and failing == "rename":
+                raise OSError(errno.EIO, "as told")
+            super().rename(path, to)
+
+        def write_at(self, fd: int, views: list[memoryview], offset: int) -> None:
+            if self.on and failing == "write" and offset == 0:
+                raise OSError(errno.EIO, "as told")
+            super().write_at(fd, views, offset)
+
+    files = Failing()
+    tier = open_disk(directory, files, capacity=4 * MIB, segment=MIB // 2)
+    put(tier, buffer, range(300))
+    blocks = int(tier.stats()["blocks"])
+    files.on = True
+    failed = 0
+    for number in range(1000, 1060):
+        try:
+            put(tier, buffer, range(number, number + 1))
+        except TierUnavailable:
+            failed += 1
+            assert file_bytes(directory) == tier.stats()["bytes_used"]
+            files.on = False
+    assert failed == (failing == "write"), "a file of its own is made instead, if that can be"
+    assert tier.contains([key_of(1059)]) == [True]
+    assert int(tier.stats()["blocks"]) >= blocks - 50
+    assert file_bytes(directory) == tier.stats()["bytes_used"]
+    tier.close()
+    assert file_bytes(directory) <= 4 * MIB
+
+
+def test_a_file_that_lost_its_name_half_way_is_removed(
+    directory: Path, tmp_path: Path, buffer: FrameBuffer
+) -> None:
+    """A kill between the new first page and the new name."""
+
+    class Killed(Files):
+        copy: Path | None = None
+
+        def rename(self, path: str, to: str) -> None:
+            if self.copy is None:
+                self.copy = left_by_a_kill(directory, tmp_path / "copy")
+            super().rename(path, to)
+
+    files = Killed()
+    tier = open_disk(directory, files, capacity=4 * MIB, segment=MIB // 2)
+    keys = put(tier, buffer, range(300))
+    tier.close()
+    assert files.copy is not None
+    count = len(segment_files(files.copy))
+    tier = open_disk(files.copy, capacity=4 * MIB, segment=MIB // 2)
+    assert len(segment_files(files.copy)) == count - 1
+    there = held(tier, buffer, keys)
+    assert len(there) > 100
+    assert there == keys[keys.index(there[0]) : keys.index(there[-1]) + 1]
     tier.close()

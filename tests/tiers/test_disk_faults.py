@@ -287,6 +287,11 @@ def test_a_segment_that_cannot_be_made_leaves_the_others_to_be_reclaimed(
                 raise OSError(errno.EMFILE, "Too many open files")
             return super().create(path, nbytes)
 
+        def rename(self, path: str, to: str) -> None:
+            if self.failing:
+                raise OSError(errno.EMFILE, "no file is used again, so one has to be made")
+            super().rename(path, to)
+
     files = Full()
     tier = open_disk(directory, files, capacity=4 * MIB, segment=MIB)
     number = 0

@@ -74,8 +74,12 @@ def test_blocks_are_spread_evenly(places: list[Path], buffer: FrameBuffer) -> No
     tier = open_stripes(places)
     keys = put(tier, buffer, range(90))
     assert held(tier, buffer, keys) == keys
+    assert (tier.workers_read, tier.workers_write) == (12, 6)
     tier.close()
     assert [blocks_in(place) for place in places] == [30, 30, 30]
+    tier = open_stripes(places[:1], durable=True)
+    assert tier.workers_write == 8, "they share an fdatasync"
+    tier.close()
 
 
 def test_capacity_is_exact_over_all_and_in_each(places: list[Path], buffer: FrameBuffer) -> None:

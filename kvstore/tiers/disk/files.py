@@ -92,6 +92,10 @@ class Files:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
+    def rename(self, path: str, to: str) -> None:
+        """Give a file another name in the same directory."""
+        os.rename(path, to)
+
     def close(self, fd: int) -> None:
         os.close(fd)
 

@@ -70,7 +70,7 @@ class Stripes:
             self._open(directories, files, limits)
         except BaseException:
             for table in self.tables:
-                table.stop()
+                table.syncer.stop()
                 table.close()
             for lock in self._locks:
                 lock.release()
@@ -166,7 +166,7 @@ class Stripes:
 
     def stop(self) -> bool:
         """End the syncers; False when one hangs."""
-        ended = [table.stop() for table in self.tables]
+        ended = [table.syncer.stop() for table in self.tables]
         return all(ended)
 
     def close(self) -> None:

@@ -250,37 +250,48 @@ class Table:
         self.tidy()
         deadline_s = time.monotonic() + RECLAIM_WAIT_S
         while True:
-            self._make_room()
+            reuse = self._make_room()
             try:
-                segment = self._create(proven)
+                segment = self._create(proven, reuse)
                 break
             except OSError as error:
                 with self._shared.lock:
                     self._total_bytes -= self._limits.segment_bytes
-                if error.errno != errno.ENOSPC or not self._reclaim(deadline_s):
+                if reuse is not None:
+                    log.warning("%s cannot be used again: %s", reuse.path, error)
+                elif error.errno != errno.ENOSPC or not self._reclaim(deadline_s):
                     raise
-                log.warning("the file system of %s is full; reclaiming", self.directory)
+                else:
+                    log.warning("the file system of %s is full; reclaiming", self.directory)
         self._next_number += 1
         with self._shared.lock:
             self._enter(segment)
             self._active = segment
 
-    def _create(self, proven: bool) -> Segment:
+    def _create(self, proven: bool, reuse: Segment | None) -> Segment:
         limits = self._limits
         segment = Segment.create(
-            self._files, self.directory, self._next_number, limits.segment_bytes, limits.now_ms()
+            self._files,
+            self.directory,
+            self._next_number,
+            limits.segment_bytes,
+            limits.now_ms(),
+            reuse=reuse,
         )
         try:
             if proven:
                 segment.sync(self._files)
+            return segment
         except BaseException:
             self._files.close(segment.fd)
             self._files.unlink(segment.path)
             raise
-        return segment
 
-    def _make_room(self) -> None:
-        """Take the bytes of a new segment from the capacity. Raises TierFull."""
+    def _make_room(self) -> Segment | None:
+        """Take the bytes of a new segment from the capacity. Raises TierFull.
+
+        Returns a dead segment whose file is to become the new one's, if one can.
+        """
         limits = self._limits
         deadline_s = time.monotonic() + RECLAIM_WAIT_S
         while True:
@@ -288,9 +299,24 @@ class Table:
                 fits = self._total_bytes + limits.segment_bytes <= limits.capacity_bytes
                 if fits and len(self._shared.segments) < MAX_SLOTS:
                     self._total_bytes += limits.segment_bytes
-                    return
-            if not self._reclaim(deadline_s):
-                raise TierFull(f"no segment of {self.directory} can be reclaimed now")
+                    return None
+                victim = self._pop_victim()
+                if victim is not None and self._is_reusable(victim):
+                    self._zombies -= 1
+                    return victim
+                if victim is None:
+                    if not self._wait_for_room(deadline_s):
+                        raise TierFull(f"no segment of {self.directory} can be reclaimed now")
+                    continue
+            self._dispose(victim)
+
+    def _is_reusable(self, dead: Segment) -> bool:
+        """Whether a segment that has left may lend its file to a new one; the lock is held.
+
+        Not with a time to live: what is too old shall be gone, not only out of reach.
+        """
+        alone = dead.users == 1 and not dead.short and not dead.sync_fault
+        return alone and dead.nbytes == self._limits.segment_bytes and not self._limits.ttl_ms
 
     def _reclaim(self, deadline_s: float) -> bool:
         """Remove the coldest idle segment, or wait for one that is on its way out or not idle yet.
@@ -300,13 +326,17 @@ class Table:
         with self._shared.lock:
             victim = self._pop_victim()
             if victim is None:
-                waits = self._zombies or any(
-                    segment.writing or segment.sealing for segment in self._segments.values()
-                )
-                left_s = deadline_s - time.monotonic()
-                return bool(waits) and left_s > 0 and self._shared.changed.wait(left_s)
+                return self._wait_for_room(deadline_s)
         self._dispose(victim)
         return True
+
+    def _wait_for_room(self, deadline_s: float) -> bool:
+        """Until something has changed; False when nothing will. The lock is held."""
+        waits = self._zombies or any(
+            segment.writing or segment.sealing for segment in self._segments.values()
+        )
+        left_s = deadline_s - time.monotonic()
+        return bool(waits) and left_s > 0 and self._shared.changed.wait(left_s)
 
     def _pop_victim(self) -> Segment | None:
         """Take the coldest idle segment out of the table; the lock is held.
@@ -403,10 +433,6 @@ class Table:
             log.warning("%s cannot be appended to: %s", newest.path, error)
             return
         self._active = newest
-
-    def stop(self) -> bool:
-        """End the syncer; False when it hangs."""
-        return self.syncer.stop()
 
     def close(self) -> None:
         """Seal what is in use and close every file. No call holds a segment, the syncer ended."""

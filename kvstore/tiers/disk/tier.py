@@ -35,8 +35,9 @@ SAME_KEY_WAIT_S = 60.0
 """Longest a writer waits for another that is writing the same key."""
 CLOSE_WAIT_S = 30.0
 """Longest `close` waits for calls under way."""
-WORKERS_READ, WORKERS_WRITE = 4, 2
-"""Calls worth having in flight at once, for each directory."""
+WORKERS_READ, WORKERS_WRITE, WORKERS_DURABLE = 4, 2, 8
+"""Calls worth having in flight at once, for each directory: reads, writes, and writes that wait for
+stable storage (8 of them share an fdatasync: 5 times the rate of 2 at 64 KiB, 1.2 at 2 MiB)."""
 MAX_WORKERS = 16
 """And for all of them together: each is a thread with buffers of its own."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -63,7 +64,8 @@ class DiskTier(Tier):
         """
         self.name = name
         self.workers_read = min(WORKERS_READ * len(directories), MAX_WORKERS)
-        self.workers_write = min(WORKERS_WRITE * len(directories), MAX_WORKERS)
+        writes = WORKERS_DURABLE if durable else WORKERS_WRITE
+        self.workers_write = min(writes * len(directories), MAX_WORKERS)
         self._files = files or Files()
         self._durable = durable
         self._close_wait_s = close_wait_s
