@@ -283,6 +283,7 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # several wait for one another where other work runs
     if importlib.util.find_spec("torchvision") is None:
         sys.path.append(str(STANDINS))
     rows = run(options.pages, options.rounds, options.folder)
