@@ -202,6 +202,7 @@ def server_rows(rows: Rows, rounds: int, folder: Path, mode: str) -> None:
     words += ["--host", "127.0.0.1", "--port", str(port), "--http-port", str(http_port)]
     words += ["--l1-size-gb", "3", "--l1-init-size-gb", "3", "--eviction-policy", "LRU"]
     words += ["--supported-transfer-mode", mode, "--disable-observability"]
+    words += ["--null-block-id=-1"]  # else its own bench's first block counts as absent
     if mode == "engine_driven":
         words += ["--shm-name", f"lmcache_rows_{os.getpid()}"]
     with child(words, http_port, folder / f"{mode}.log"):
@@ -228,20 +229,26 @@ def drive_server(rows: Rows, rounds: int, mode: str, url: str) -> None:
     client.start()
     tier = f"server, {mode}"
     for number in range(rounds):
-        request = client.create_request(number, f"request-{mode}-{number}", "bench")
-        assert request is not None
-        assert client.lookup(request).is_full_miss
-        for verb, move in (("write", client.store), ("read", client.retrieve)):
-            with Clock() as clock:
-                moved = move(request, 0, request.num_full_tokens)
-            assert moved is not None
-            assert moved.succeeded, f"{verb} failed"
-            rows.moved(tier, verb, clock)
-            if verb == "write":
-                found = client.lookup(request)
-                assert found.is_full_hit, found
-                rows.took(tier, "contains", found.latency_ms / 1e3)
-        client.end_session(request)
+        cold = client.create_request(number, f"cold-{mode}-{number}", "cold")
+        warm = client.create_request(number, f"warm-{mode}-{number}", "warm")
+        assert cold is not None
+        assert warm is not None
+        assert client.lookup(cold).is_full_miss
+        with Clock() as clock:
+            stored = client.store(cold, 0, cold.num_full_tokens)
+        assert stored is not None
+        assert stored.succeeded, "the store failed"
+        rows.moved(tier, "write", clock)
+        client.end_session(cold)
+        found = client.lookup(warm)
+        assert found.is_full_hit, found
+        rows.took(tier, "contains", found.latency_ms / 1e3)
+        with Clock() as clock:
+            read = client.retrieve(warm, 0, warm.num_full_tokens)
+        assert read is not None
+        assert read.succeeded, "the retrieve failed"
+        rows.moved(tier, "read", clock)
+        client.end_session(warm)
     client.close()
 
 

@@ -17,16 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import kvstore
 from kvstore.blocks import Namespace
 from kvstore.frame import HEADER_BYTES, aligned_buffer
 from kvstore.leases import Slab
 from kvstore.store import Store
 from kvstore.testing.frames import FrameBuffer, key_of
+from kvstore.testing.processes import Sidecar
 from kvstore.tiers import disk
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.files import Files
 from kvstore.tiers.memory import MemoryTier
-from kvstore.verbs import Ticket
+from kvstore.verbs import BlockStore, Load, Save, SlotBuffer, Ticket
 
 SIZES: Final = {"64KiB": 64 << 10, "256KiB": 256 << 10, "2MiB": 2 << 20, "32MiB": 32 << 20}
 RUN_BYTES: Final = 32 << 20
@@ -187,8 +189,7 @@ class L2Medium(Medium):
         run = max(1, RUN_BYTES // nbytes)
         self.singles = max(8, min(SINGLE_CALLS, self.count // 2))
         # Little room beyond a round's blocks: each round's saves evict the last round's.
-        self.store = Store(Slab.create(self.count + self.singles + run + SPARE_SLOTS, nbytes))
-        self.session = self.store.session(space_of(nbytes))
+        self.session = self.open_session(self.count + self.singles + run + SPARE_SLOTS)
         self.source = aligned_buffer(self.count * nbytes)
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         self.plain = memoryview(mmap.mmap(-1, self.count * nbytes, flags=flags))
@@ -197,6 +198,11 @@ class L2Medium(Medium):
         self.starts = range(0, self.count, run)
         self.run = run
         self.hashes: list[bytes] = []
+
+    def open_session(self, slots: int) -> BlockStore:
+        """Of a store in this process."""
+        self.store = Store(Slab.create(slots, self.nbytes))
+        return self.store.session(space_of(self.nbytes))
 
     def begin(self, number: int) -> None:
         salt = number.to_bytes(4, "big")
@@ -230,7 +236,7 @@ class L2Medium(Medium):
         ticket = session.save(hashes)
         self._done(ticket)
         assert len(ticket.grants) == len(hashes), "no slot"
-        view = session.slab_of(ticket).view
+        view = self._slab(ticket).view
         for index, slot in ticket.grants:
             start = (first + index) % self.count * nbytes
             view(slot)[:nbytes] = self.source[start : start + nbytes]
@@ -241,7 +247,7 @@ class L2Medium(Medium):
         ticket = session.load(hashes)
         self._done(ticket)
         assert len(ticket.slots) == len(hashes), "a miss"
-        view = session.slab_of(ticket).view
+        view = self._slab(ticket).view
         for index, slot in enumerate(ticket.slots):
             start = (first + index) % self.count * nbytes
             self.plain[start : start + nbytes] = view(slot)[:nbytes]
@@ -251,10 +257,47 @@ class L2Medium(Medium):
         while not ticket.done:
             assert self.session.poll(WAIT_S), "nothing moved"
 
+    def _slab(self, ticket: Load | Save) -> SlotBuffer:
+        slab = self.session.slab_of(ticket)
+        assert slab is not None, "the store is gone"
+        return slab
+
     def close(self) -> None:
         assert self.plain == self.source, "copies differ"
         self.session.close()
         self.store.close()
+
+
+class SidecarMedium(L2Medium):
+    """The same through a client of a sidecar, which is another process."""
+
+    def open_session(self, slots: int) -> BlockStore:
+        self.folder = tempfile.TemporaryDirectory()
+        path = Path(self.folder.name) / "kv.sock"
+        sizes = ("--l2", str(slots * self.nbytes), "--slot", str(self.nbytes))
+        self.sidecar = Sidecar(path, *sizes)
+        self.sidecar.wait_ready()
+        return kvstore.connect(str(path), space_of(self.nbytes))
+
+    def contains(self) -> dict[str, float]:
+        """`match` of a run of its blocks; with 64 KiB there are enough."""
+        hashes = self.hashes[:CONTAINS_BLOCKS]
+        if len(hashes) < CONTAINS_BLOCKS or self.count < CONTAINS_BLOCKS:
+            return {}
+        calls = []
+        for _ in range(CONTAINS_CALLS):
+            began = time.perf_counter()
+            match = self.session.match(hashes)
+            self._done(match)
+            calls.append(time.perf_counter() - began)
+            assert match.tiers == ["l2"] * CONTAINS_BLOCKS
+        return {"p50_ms": statistics.median(calls) * 1e3, "p99_ms": percentile(calls, 99) * 1e3}
+
+    def close(self) -> None:
+        assert self.plain == self.source, "copies differ"
+        self.session.close()
+        self.sidecar.stop()
+        self.folder.cleanup()
 
 
 class DiskMedium(TierMedium):

@@ -1,13 +1,15 @@
 """How near does each tier come to its medium? Beside each figure, the medium's own limit.
 
-    python bench/tiers.py [--tiers l2,disk,redis,s3] [--sizes 64KiB,256KiB,2MiB,32MiB]
+    python bench/tiers.py [--tiers l2,sidecar,disk,redis,s3] [--sizes 64KiB,256KiB,2MiB,32MiB]
                           [--rounds 3] [--directory /var/tmp] [--json]
 
-Ours: L2 through save, commit, load and release of a session, the copy being the engine's; the
-others through their verbs, identity frames, as many calls at once as the tier has workers.
+Ours: L2 through save, commit, load and release of a session, the copy being the engine's, once of a
+store in this process and once of a sidecar, which is another; the others through their verbs,
+identity frames, as many calls at once as the tier has workers.
 The limits, in turns with ours, over the same bytes with as many threads:
 
-    l2     memcpy between private memory, as an engine's is, and shared memory, as L2 has to be
+    l2, sidecar
+           memcpy between private memory, as an engine's is, and shared memory, as L2 has to be
     disk   preadv and pwritev of the same bytes in one preallocated file, O_DIRECT where it may be;
            both end with fdatasync
     redis  a bare client: sockets, RESP by hand, values pipelined, received where they belong
@@ -32,7 +34,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from tier_media import SIZES, DiskMedium, L2Medium, Medium, Pass, contains_local
+from tier_media import (
+    SIZES,
+    DiskMedium,
+    L2Medium,
+    Medium,
+    Pass,
+    SidecarMedium,
+    contains_local,
+)
 
 COLUMNS: Final = ("tier", "block", "verb", "GB/s", "limit, GB/s", "ratio", "p50, ms", "p99, ms")
 CPU_COLUMNS: Final = ("CPU s/GB", "limit's")
@@ -76,6 +86,8 @@ def maker_of(tier: str, directory: str, stack: ExitStack) -> Callable[[int], Med
     """What makes the medium of a tier for a size of block."""
     if tier == "l2":
         return L2Medium
+    if tier == "sidecar":
+        return SidecarMedium
     if tier == "disk":
         return lambda nbytes: DiskMedium(nbytes, directory)
     from tier_servers import redis_server, s3_server
@@ -98,7 +110,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 medium.close()
         if tier in ("l2", "disk"):
             asked = contains_local(tier, options.directory)
-        rows.append({"tier": tier, "block": "512 blocks", "verb": "contains", **asked})
+        if asked:
+            rows.append({"tier": tier, "block": "512 blocks", "verb": "contains", **asked})
     return rows
 
 
@@ -122,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tiers", default="l2,disk,redis,s3")
+    parser.add_argument("--tiers", default="l2,sidecar,disk,redis,s3")
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
