@@ -36,7 +36,7 @@ import numpy as np
 
 import kvstore
 from kvstore.blocks import Namespace
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, TierError
 from kvstore.session import Session
 from kvstore.store import Store
 from kvstore.verbs import Load
@@ -93,7 +93,11 @@ class Engine(threading.Thread):
                     for _ in range(self._random.randrange(1, 60)):
                         if not self._stop_asked.is_set():
                             self._request(session)
-                self._care(space)
+                try:
+                    self._care(space)
+                except TierError:
+                    # A tier that is down says so to who empties it.
+                    self.counts["refused"] += 1
         except Exception as error:
             self.fault = f"{type(error).__name__}: {error}"
             self._stop_asked.set()
