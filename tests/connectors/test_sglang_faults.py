@@ -253,7 +253,14 @@ def test_a_hung_sidecar_costs_a_call_no_more_than_its_deadline(tmp_path: Path) -
         assert host.page(2) == was
         wait_until(lambda: all(rank.get(keys, [2, 3])), "it answers again")
         assert host.page(2) == host.page(0)
+        wait_until(lambda: not tickets_out(sidecar), "what was late is handed back")
     assert sidecar.stop() == 0
+
+
+def tickets_out(sidecar: ForkedSidecar) -> int:
+    """Tickets that clients have not handed back."""
+    clients = sidecar.stats()["service"]["clients"].values()
+    return sum(client["tickets"] for client in clients)
 
 
 def test_slots_that_others_hold_are_waited_for(tmp_path: Path) -> None:
