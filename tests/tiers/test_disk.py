@@ -312,11 +312,11 @@ def test_a_file_is_used_again_and_nothing_of_it_is_seen(
     """After a kill at any roll: what was there under another name is no frame."""
     tier = open_disk(directory, capacity=4 * MIB, segment=MIB // 2)
     inodes: dict[int, set[str]] = {}
-    for number in range(0, 1000, 20):
-        keys = put(tier, buffer, range(number, number + 20))
+    for number in range(0, 1001, 7):
+        keys = put(tier, buffer, range(number, number + 7))
         for path in segment_files(directory):
             inodes.setdefault(path.stat().st_ino, set()).add(path.name)
-        if number % 180 == 0:
+        if number % 77 == 0:
             copy = left_by_a_kill(directory, tmp_path / f"copy {number}")
             named = set(tier.keys())
             again = open_disk(copy, capacity=4 * MIB, segment=MIB // 2)

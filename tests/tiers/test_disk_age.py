@@ -105,6 +105,23 @@ def test_expired_files_leave_the_disk_by_themselves(
     assert segment_files(directory) == []
 
 
+def test_with_a_time_to_live_no_file_is_used_again(directory: Path, buffer: FrameBuffer) -> None:
+    """What was reclaimed early would lie in it past its time."""
+    renamed = []
+
+    class Telling(Files):
+        def rename(self, path: str, to: str) -> None:
+            renamed.append(path)
+            super().rename(path, to)
+
+    for ttl in ("0", "1h"):
+        tier = open_disk(directory / ttl, Telling(), capacity=4 * MIB, ttl=ttl)
+        put(tier, buffer, range(300))
+        tier.close()
+        assert bool(renamed) == (ttl == "0")
+        renamed.clear()
+
+
 def test_a_read_under_way_ends_well_when_its_block_expires(
     directory: Path, buffer: FrameBuffer, clock: Clock
 ) -> None:

@@ -191,6 +191,25 @@ def test_durable_writes_wait_for_the_disk(directory: Path, buffer: FrameBuffer) 
     tier.close()
 
 
+def test_a_durable_write_waits_for_the_name_of_its_file(
+    directory: Path, buffer: FrameBuffer
+) -> None:
+    """A file whose name is lost with the power is lost, however well its bytes are kept."""
+    synced: set[str] = set()
+
+    class Telling(Files):
+        def sync_directory(self, path: str) -> None:
+            super().sync_directory(path)
+            synced.update(file.name for file in segment_files(directory))
+
+    tier = open_disk(directory, Telling(), durable=True, capacity=4 * MIB)
+    for number in range(250):
+        put(tier, buffer, range(number, number + 1))
+        assert {file.name for file in segment_files(directory)} <= synced
+    assert len(synced) > 9
+    tier.close()
+
+
 def test_a_disk_that_never_syncs_does_not_cost_what_it_holds(
     directory: Path, buffer: FrameBuffer
 ) -> None:
