@@ -278,6 +278,36 @@ def test_a_node_that_dies_and_returns(open_: Any, tmp_path: Path, buffer: FrameB
         assert good(tier, buffer, lost[0])
 
 
+def test_a_node_that_hangs_costs_only_its_own_blocks(
+    open_: Any, tmp_path: Path, buffer: FrameBuffer
+) -> None:
+    """Whether its keys come first or last, on the connection from before and on none."""
+    cluster = Cluster.start(tmp_path, valkey_binary())
+    with contextlib.ExitStack() as stopping:
+        stopping.callback(cluster.stop)
+        for node in cluster.nodes:
+            with contextlib.closing(node.client()) as client:
+                client.config_set("cluster-require-full-coverage", "no")
+        tier = open_(cluster=cluster.addresses, timeout_ms=2000)
+        keys = [key_of(number) for number in range(30)]
+        for key in keys:
+            tier.write(*buffer.fill(key, 5000))
+        hung = cluster.nodes[-1]
+        lost = [key for key in keys if cluster.owner_of(encode_name("kvstore", key)) is hung]
+        live = [key for key in keys if key not in lost]
+        assert lost
+        assert live
+        hung.freeze()
+        for order in (lost + live, live + lost, lost + live):
+            assert tier.contains(order) == [key in live for key in order]
+        assert all(good(tier, buffer, key) for key in live)
+        with pytest.raises(TierUnavailable):
+            tier.contains(lost)
+        assert tier.contains(live) == [True] * len(live)
+        hung.thaw()
+        wait_until(lambda: all(tier.contains(keys)), "the node's return")
+
+
 def test_a_cluster_that_is_down_is_unavailable_until_it_is_up(
     open_: Any, tmp_path: Path, buffer: FrameBuffer
 ) -> None:

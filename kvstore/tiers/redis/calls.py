@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from redis.connection import ConnectionPool
@@ -21,7 +21,7 @@ from redis.exceptions import ResponseError
 from kvstore.errors import TierError
 from kvstore.frame import aligned_buffer
 from kvstore.tiers.redis import faults, resp
-from kvstore.tiers.redis.exchange import Exchange
+from kvstore.tiers.redis.exchange import Exchange, Outcome, converse
 from kvstore.tiers.redis.servers import Servers
 
 ASK_MAX: Final = 8192
@@ -76,15 +76,16 @@ class Calls:
         and when all failed, its fault is raised.
         """
         replies: list[bytes | None] = []
+        away: dict[ConnectionPool, Exception] = {}
         for first in range(0, len(names), ASK_MAX):
             part = names[first : first + ASK_MAX]
             answers: list[bytes | None] = [None] * len(part)
-            left, failures = self._ask_once(word, part, range(len(part)), answers)
+            left, failures = self._ask_once(word, part, range(len(part)), answers, away)
             if failures and (not partial or all(line is None for line in answers)):
                 raise failures[0]
             if left:
                 self.look_elsewhere()
-                left, failures = self._ask_once(word, part, left, answers)
+                left, failures = self._ask_once(word, part, left, answers, away)
                 if failures and not partial:
                     raise failures[0]
             for index in left:
@@ -97,16 +98,18 @@ class Calls:
         if not self.servers.clustered:
             raise TierError(f"{self.servers} is a node of a cluster; give it as cluster")
         self.count("redirects")
-        self.look_again()
+        self.servers.look_again(wait=True)
 
     def look_again(self) -> None:
-        """A server failed, or is not who it was: ask where they are, on new connections."""
-        with self._lock:
-            idle, self._idle = self._idle, defaultdict(list)
-        for pool, exchanges in idle.items():
-            for exchange in exchanges:
-                self._end(pool, exchange)
-        self.servers.look_again()
+        """A server failed, or is not who it was: ask where they are, without waiting for it, since
+        one that hangs would be asked too. Of a cluster, only the connections to the server that
+        failed are new; see `_borrowed`."""
+        if not self.servers.clustered:
+            with self._lock:
+                pools = list(self._idle)
+            for pool in pools:
+                self._drop(pool)
+        self.servers.look_again(wait=False)
 
     def close(self) -> None:
         """Let no call begin, wait for those under way, close the connections. Once."""
@@ -131,36 +134,97 @@ class Calls:
         names: Sequence[bytes],
         which: Sequence[int],
         answers: list[bytes | None],
+        away: dict[ConnectionPool, Exception],
     ) -> tuple[list[int], list[Exception]]:
         """Put the replies into `answers`; returns those that are redirects, and what failed.
 
-        All servers are sent to before the first is waited for.
+        All servers are asked at once, and waited for one timeout in all. away: servers that have
+        failed in this call before; they are not asked again, and those that fail now join them.
         """
         groups: defaultdict[ConnectionPool, list[int]] = defaultdict(list)
         for index in which:
             groups[self.servers.pool_of(names[index])].append(index)
-        failures: list[Exception] = []
-        with self._permit() as scratch, contextlib.ExitStack() as borrowed:
-            waiting = []
-            for pool, group in groups.items():
-                try:
-                    exchange = borrowed.enter_context(self._borrowed(pool, scratch))
-                    exchange.send(resp.commands(word, [names[index] for index in group]))
-                    waiting.append((exchange, group))
-                except faults.FOREIGN as fault:
-                    failures.append(fault)
-            for exchange, group in waiting:
-                try:
-                    lines = exchange.lines(len(group))
-                except faults.FOREIGN as fault:
-                    failures.append(fault)
-                    continue
-                for index, line in zip(group, lines, strict=True):
-                    answers[index] = line
-        if 0 < len(failures) < len(groups):
+        asked = {
+            pool: (resp.commands(word, [names[index] for index in group]), len(group))
+            for pool, group in groups.items()
+            if pool not in away
+        }
+        with self._permit() as scratch:
+            outcomes = self._ask_all(asked, scratch)
+        for pool, outcome in outcomes.items():
+            if isinstance(outcome, Exception):
+                away[pool] = outcome
+                continue
+            for index, line in zip(groups[pool], outcome, strict=True):
+                answers[index] = line
+        failures = [away[pool] for pool in groups if pool in away]
+        if len(failures) < len(groups) and any(pool in away for pool in asked):
             self.count("faults")
             self.look_again()
         return [i for i in which if _is_redirect(answers[i])], failures
+
+    def _ask_all(
+        self, asked: Mapping[ConnectionPool, tuple[bytes, int]], scratch: memoryview
+    ) -> dict[ConnectionPool, Outcome]:
+        """The replies of each server, or its fault, within one timeout. asked: a request, and how
+        many one-line replies it has.
+
+        A server that has no idle connection is asked in a thread of its own where there are others:
+        one that hangs still accepts a connection, and is silent then. Such a thread ends by itself.
+        """
+        outcomes: dict[ConnectionPool, Outcome] = {}
+        exchanges: dict[ConnectionPool, Exchange] = {}
+        arrived: queue.SimpleQueue[tuple[ConnectionPool, Outcome]] = queue.SimpleQueue()
+        left: set[ConnectionPool] = set()
+        deadline_s = time.monotonic() + self._timeout_s
+        with contextlib.ExitStack() as borrowed:
+            for pool, request in asked.items():
+                exchange = self._kept(pool)
+                if exchange is None and len(asked) > 1:
+                    left.add(pool)
+                    words = (pool, request, arrived)
+                    name = "kvstore-redis-ask"
+                    threading.Thread(
+                        target=self._ask_anew, args=words, name=name, daemon=True
+                    ).start()
+                    continue
+                try:
+                    exchange = borrowed.enter_context(self._borrowed(pool, scratch, kept=exchange))
+                except faults.FOREIGN as fault:
+                    outcomes[pool] = fault
+                    continue
+                exchange.start(*request)
+                exchanges[pool] = exchange
+            found = converse(list(exchanges.values()), deadline_s)
+            outcomes.update(zip(exchanges, found, strict=True))
+            for pool, outcome in outcomes.items():
+                if isinstance(outcome, Exception):
+                    self._drop(pool)
+        with contextlib.suppress(queue.Empty):
+            while left:
+                pool, outcome = arrived.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                left.discard(pool)
+                outcomes[pool] = outcome
+        outcomes.update((pool, TimeoutError("it does not say a word")) for pool in left)
+        return outcomes
+
+    def _ask_anew(
+        self,
+        pool: ConnectionPool,
+        request: tuple[bytes, int],
+        arrived: queue.SimpleQueue[tuple[ConnectionPool, Outcome]],
+    ) -> None:
+        """Ask a server on a new connection, which stays for the next call."""
+        words, count = request
+        scratch = memoryview(bytearray(resp.SCRATCH_BYTES))
+        try:
+            with self._borrowed(pool, scratch, len(words)) as exchange:
+                exchange.send(words)
+                lines = exchange.lines(count)
+        except faults.FOREIGN as fault:
+            arrived.put((pool, fault))
+        else:
+            arrived.put((pool, lines))
 
     def _follow(self, word: bytes, name: bytes) -> bytes:
         """The one-line reply to a command that a cluster sends from node to node."""
@@ -185,27 +249,49 @@ class Calls:
 
     @contextlib.contextmanager
     def _borrowed(
-        self, pool: ConnectionPool, scratch: memoryview, nbytes: int = 0
+        self,
+        pool: ConnectionPool,
+        scratch: memoryview,
+        nbytes: int = 0,
+        *,
+        kept: Exchange | None = None,
     ) -> Iterator[Exchange]:
-        """A connection, closed before it goes back unless it is in step.
+        """A connection, closed before it goes back unless it is in step. kept: one taken already.
 
         Those in step are kept here: giving one to redis-py's pool and taking it out again costs
         more than the two system calls of a small read.
         """
-        exchange = self._kept(pool)
+        exchange = kept or self._kept(pool)
         if exchange is None:
-            connection = pool.get_connection()
-            exchange = Exchange(connection, self._timeout_s)
+            exchange = Exchange(pool.get_connection(), self._timeout_s)
         try:
             exchange.begin(scratch, nbytes)
             yield exchange
+        except faults.FOREIGN:
+            if not exchange.in_step:
+                self._drop(pool)
+            raise
         finally:
-            keep = exchange.in_step and not self._closed
-            if keep:
-                with self._lock:
-                    self._idle[pool].append(exchange)
+            if exchange.in_step:
+                self._keep(pool, exchange)
             else:
                 self._end(pool, exchange)
+
+    def _keep(self, pool: ConnectionPool, exchange: Exchange) -> None:
+        """An idle connection, for the next call; after `close` there is none."""
+        with self._lock:
+            if not self._closed:
+                self._idle[pool].append(exchange)
+                return
+        self._end(pool, exchange)
+
+    def _drop(self, pool: ConnectionPool) -> None:
+        """Close the idle connections to a server: it is another, or they are as dead as the one
+        that failed."""
+        with self._lock:
+            exchanges = self._idle.pop(pool, [])
+        for exchange in exchanges:
+            self._end(pool, exchange)
 
     def _kept(self, pool: ConnectionPool) -> Exchange | None:
         """The connection used last, if one is idle and nothing has happened to it."""

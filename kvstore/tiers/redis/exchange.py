@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvstore.tiers.redis import resp
+from kvstore.tiers.redis.faults import FOREIGN
 from kvstore.tiers.redis.resp import ErrorReply, Value
 
 SLOWEST_BYTES_PER_S: Final = 8 << 20
@@ -23,7 +24,11 @@ TLS_PIECE_BYTES: Final = 256 << 10
 """A TLS socket waits for all that it is given at once; so it is given this much."""
 
 _TOO_LONG: Final = "the transfer took too long"
+_CLOSED: Final = "the server closed the connection"
 _NOTHING: Final = memoryview(b"")
+
+Outcome = list[bytes] | Exception
+"""One-line replies, or why there are none."""
 
 
 class Exchange:
@@ -43,6 +48,8 @@ class Exchange:
         self._timeout_s = timeout_s
         self._deadline = 0.0
         self._scratch = _NOTHING
+        self._unsent = _NOTHING
+        self._lines = resp.Lines(0)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
 
@@ -51,6 +58,10 @@ class Exchange:
         will cross, at most."""
         self._scratch = scratch
         self._deadline = time.monotonic() + self._timeout_s + nbytes / SLOWEST_BYTES_PER_S
+
+    def fileno(self) -> int:
+        """Of the socket, to poll it."""
+        return self._socket.fileno()
 
     def is_quiet(self) -> bool:
         """Whether nothing has come since the last call: neither its end nor bytes nobody asked
@@ -83,6 +94,46 @@ class Exchange:
         self.in_step = True
         return lines
 
+    def start(self, request: bytes, count: int) -> None:
+        """Begin a request with `count` one-line replies that `advance` carries on and `end` ends,
+        none of them waiting: how several servers are asked at once."""
+        self.in_step = False
+        self._socket.settimeout(0)
+        self._unsent = memoryview(request)
+        self._lines = resp.Lines(count)
+
+    def advance(self) -> int:
+        """Send and receive what goes without waiting; which poll event to wait for, 0 for none:
+        the replies have come."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self._socket.send(self._unsent[:TLS_PIECE_BYTES]) :]
+            while not self._lines.complete:
+                count = self._socket.recv_into(self._scratch)
+                if not count:
+                    raise ConnectionResetError(_CLOSED)
+                self._lines.take(self._scratch[:count])
+        except ssl.SSLWantReadError:
+            return select.POLLIN
+        except ssl.SSLWantWriteError:
+            return select.POLLOUT
+        except BlockingIOError:
+            return select.POLLOUT if self._unsent else select.POLLIN
+        except OSError:
+            if self._unsent:
+                self._raise_last_words()
+            raise
+        return 0
+
+    def end(self) -> list[bytes]:
+        """The replies to what was started. Raises TimeoutError: they have not come."""
+        self._socket.settimeout(self._timeout_s)
+        if not self._lines.complete:
+            raise TimeoutError(_TOO_LONG)
+        replies = self._lines.replies()
+        self.in_step = True
+        return replies
+
     def value(self, header: memoryview, payload: memoryview) -> Value:
         """A value into the caller's buffers; see `resp.read_value`."""
         try:
@@ -114,7 +165,7 @@ class Exchange:
         else:
             count = self._socket.recvmsg_into(views)[0]
         if not count:
-            raise ConnectionResetError("the server closed the connection")
+            raise ConnectionResetError(_CLOSED)
         return count
 
     def _raise_last_words(self) -> None:
@@ -130,3 +181,41 @@ class Exchange:
         error = resp.error_in(line)
         if end and error:
             raise error
+
+
+def converse(exchanges: Sequence[Exchange], deadline_s: float) -> list[Outcome]:
+    """Carry on what was started on all of them, each as far as it goes, until `deadline_s` on the
+    monotonic clock: one that says nothing keeps no other waiting. The replies of each, or its
+    fault."""
+    outcomes: list[Outcome] = [[] for _ in exchanges]
+    waiting = {exchange.fileno(): index for index, exchange in enumerate(exchanges)}
+    poll = select.poll()
+    ready = list(waiting)
+    for place in ready:
+        poll.register(place, 0)
+    late = False
+    while True:
+        for place in ready:
+            index = waiting[place]
+            try:
+                event = exchanges[index].advance()
+                if event:
+                    poll.modify(place, event)
+                    continue
+                outcomes[index] = exchanges[index].end()
+            except FOREIGN as fault:
+                outcomes[index] = fault
+            poll.unregister(place)
+            del waiting[place]
+        if not waiting or late:
+            break
+        # What has come by the deadline counts, also when this thread was late to look at it.
+        left_s = deadline_s - time.monotonic()
+        late = left_s <= 0
+        ready = [place for place, _ in poll.poll(max(0.0, left_s * 1e3))]
+    for index in waiting.values():
+        try:
+            outcomes[index] = exchanges[index].end()
+        except FOREIGN as fault:
+            outcomes[index] = fault
+    return outcomes

@@ -88,25 +88,45 @@ def is_frame_length(nbytes: int) -> bool:
     return nbytes >= 2 * PAGE_BYTES and nbytes % PAGE_BYTES == 0
 
 
-def read_lines(receive: Receive, scratch: memoryview, count: int) -> list[bytes]:
-    """`count` one-line replies: statuses, errors (still with their "-"), numbers, and nil.
+class Lines:
+    """`count` one-line replies, taken as they come: statuses, errors (still with their "-"),
+    numbers, and nil. Raises OutOfStep for anything else."""
 
-    Raises OutOfStep for anything else.
-    """
-    taken, lines = bytearray(), 0
-    while lines < count:
-        if len(taken) > count * LINE_MAX_BYTES:
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._taken = bytearray()
+        self._ends = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have come."""
+        return self._ends >= self._count
+
+    def take(self, piece: memoryview) -> None:
+        """What came next."""
+        if len(self._taken) > self._count * LINE_MAX_BYTES:
             raise OutOfStep("replies without end")
-        piece = bytes(scratch[: receive([scratch])])
-        lines += piece.count(b"\n")
-        taken += piece
-    replies = bytes(taken).split(_END)
-    if lines != count or len(replies) != count + 1 or replies.pop():
-        raise OutOfStep(f"{lines} lines of replies where {count} are right")
-    for line in replies:
-        if line[:1] not in (b"+", b"-", b":") and line != _NIL:
-            raise OutOfStep(f"a reply that begins with {line[:16]!r}")
-    return replies
+        data = bytes(piece)
+        self._ends += data.count(b"\n")
+        self._taken += data
+
+    def replies(self) -> list[bytes]:
+        """All of them, when they are complete."""
+        replies = bytes(self._taken).split(_END)
+        if self._ends != self._count or len(replies) != self._count + 1 or replies.pop():
+            raise OutOfStep(f"{self._ends} lines of replies where {self._count} are right")
+        for line in replies:
+            if line[:1] not in (b"+", b"-", b":") and line != _NIL:
+                raise OutOfStep(f"a reply that begins with {line[:16]!r}")
+        return replies
+
+
+def read_lines(receive: Receive, scratch: memoryview, count: int) -> list[bytes]:
+    """`count` one-line replies; see `Lines`."""
+    lines = Lines(count)
+    while not lines.complete:
+        lines.take(scratch[: receive([scratch])])
+    return lines.replies()
 
 
 def error_in(line: bytes) -> ErrorReply | None:

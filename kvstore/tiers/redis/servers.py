@@ -45,8 +45,8 @@ class Servers(abc.ABC):
     def pools(self) -> list[ConnectionPool]:
         """Connections to every server that holds names of its own."""
 
-    def look_again(self) -> None:  # noqa: B027 - one server is always where it is
-        """What was known of who holds what may be wrong: find out anew."""
+    def look_again(self, *, wait: bool) -> None:  # noqa: B027 - one server is where it is
+        """What was known of who holds what may be wrong: find out anew. wait: until it is known."""
 
     def __str__(self) -> str:
         return str(self.address)
@@ -96,7 +96,7 @@ class SentinelServers(OneServer):
             address.service, sentinel, retry=_no_retry(), **address.options, **tls
         )
 
-    def look_again(self) -> None:
+    def look_again(self, *, wait: bool) -> None:
         self._pool.disconnect(inuse_connections=False)
 
 
@@ -121,11 +121,19 @@ class ClusterServers(Servers):
     def pools(self) -> list[ConnectionPool]:
         return [self._pool_at(node) for node in self._known().get_primaries()]
 
-    def look_again(self) -> None:
+    def look_again(self, *, wait: bool) -> None:
         """One caller asks the cluster; those who come meanwhile go on with what is known."""
         client = self._client
         if client is None or not self._making.acquire(blocking=False):
             return
+        if wait:
+            self._ask_again(client)
+        else:
+            name = "kvstore-redis-cluster"
+            threading.Thread(target=self._ask_again, args=(client,), name=name, daemon=True).start()
+
+    def _ask_again(self, client: RedisCluster) -> None:
+        """Read the map of slots anew; `_making` is held, and given back."""
         try:
             client.nodes_manager.initialize()
         except FOREIGN:
