@@ -28,6 +28,9 @@ from kvstore.verbs import Ticket
 
 log = logging.getLogger(__name__)
 
+CarryOut = Callable[[Iterable[Flight], Iterable[Spill]], None]
+"""Gives the brain's plans to the workers."""
+
 PIN_PART: Final = 64
 """Blocks of a run that are loaded and pinned at a time: each has a slot leased meanwhile."""
 POLL_S: Final = 0.05
@@ -50,7 +53,7 @@ def pin_run(
     session: Session,
     hashes: Sequence[bytes],
     deadline_s: float,
-    carry_out: Callable[[Iterable[Flight], Iterable[Spill]], None],
+    carry_out: CarryOut,
 ) -> Pinned:
     """Bring a run into L2 and pin it, block by block from its first, until something is missing.
 
@@ -89,9 +92,10 @@ def _await(session: Session, ticket: Ticket, deadline_s: float) -> None:
 class Ageing:
     """Evicts from L2 what has been there for `ttl_s` seconds, until `close`."""
 
-    def __init__(self, brain: Brain, ttl_s: float) -> None:
+    def __init__(self, brain: Brain, ttl_s: float, carry_out: CarryOut) -> None:
         assert ttl_s > 0
         self._brain = brain
+        self._carry_out = carry_out
         self._step_s = ttl_s / AGE_STEPS
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ageing", daemon=True)
@@ -104,7 +108,8 @@ class Ageing:
 
     def _run(self) -> None:
         while not self._stop.wait(self._step_s):
-            self._brain.age(AGE_STEPS)
+            _, spills = self._brain.age(AGE_STEPS)
+            self._carry_out((), spills)
 
 
 class Shared(Iterator[tuple[Tier, Key]]):

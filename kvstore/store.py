@@ -126,7 +126,7 @@ class Store:
             write_policy or WritePolicy(),
             tiers=len(tiers),
             flights_max=slab.slots - RESIDENT_FLOOR - GRANTED_FLOOR,
-            quotas={name: n // slab.slot_bytes for name, n in budgets.quotas.items()},
+            quotas={name: _slots_of(name, nbytes, slab) for name, nbytes in budgets.quotas.items()},
             pins_max=min(int(slab.slots * budgets.pin_share), slab.slots - needs.total),
         )
         self._workers = [
@@ -154,7 +154,7 @@ class Store:
             count_hits=self.count_hits,
         )
         self.warmer = Warmer(self.brain, slab, self._tiers)
-        self._ageing = Ageing(self.brain, budgets.ttl_s) if budgets.ttl_s else None
+        self._ageing = Ageing(self.brain, budgets.ttl_s, self.carry_out) if budgets.ttl_s else None
 
     def session(self, namespace: Namespace, tenant: str = "default") -> Session:
         """A session for one engine.
@@ -208,15 +208,20 @@ class Store:
     # --- care ---------------------------------------------------------------------------
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Write what is queued or dirty and make it durable; False when that took too long."""
+        """Write what is queued or dirty now, and make it durable; False when that took too long.
+
+        What is saved meanwhile is not waited for.
+        """
         deadline_s = deadline_after(timeout_s)
+        wanted = self.brain.dirty()
         while True:
             room = min((workers.room() for workers in self._workers), default=0)
             self.carry_out((), self.brain.spill_dirty(room))
             written = [workers.wait_written(deadline_s) for workers in self._workers]
             if not all(written):
                 return False
-            if not self.brain.stats()["slots_dirty"]:
+            wanted &= self.brain.dirty()
+            if not wanted:
                 return True
 
     def clear(self, tier: str = "all") -> None:
@@ -318,7 +323,7 @@ class Store:
             else:
                 log.error("%s hangs; left as it is", tier.name)
         if all(ended):
-            self.brain.unpin_all()
+            self.brain.unpin()
             self.brain.clear()
             stats = self.brain.stats()
             assert stats["slots_free"] == stats["slots"], f"slots are missing at close: {stats}"
@@ -380,6 +385,16 @@ class Store:
         """The dtype of a key's namespace; "" where no session has told of it."""
         namespace = self._namespaces.get(key.namespace)
         return "" if namespace is None else namespace.dtype
+
+
+def _slots_of(tenant: str, nbytes: int, slab: Slab) -> int:
+    """Slots that a quota of L2 is."""
+    if nbytes < slab.slot_bytes:
+        raise ConfigError(
+            f"the quota of {tenant!r}, {format_bytes(nbytes)} of L2, holds no slot of "
+            f"{format_bytes(slab.slot_bytes)}; give it at least that"
+        )
+    return nbytes // slab.slot_bytes
 
 
 def _check_slots(slab: Slab, tiers: Sequence[Tier]) -> SlotNeeds:

@@ -77,7 +77,11 @@ class TierWorkers:
         self._reads: deque[Flight] = deque()
         self._writes = WriteQueue(queue_blocks, queue_s, max(1, tier.workers_write))
         self._probes: deque[Probe] = deque()
-        self._moved = threading.Condition()
+        self._lock = threading.Lock()
+        self._wanted = threading.Condition(self._lock)
+        """There is something to do."""
+        self._ended = threading.Condition(self._lock)
+        """Something was done."""
         self._busy = {"reads": 0, "writes": 0}
         self._faulty = False
         self._closing = False
@@ -99,53 +103,55 @@ class TierWorkers:
         The brain has bounded how many there are; those that it cancelled since are let go here,
         or a tier that hangs would collect them without end.
         """
-        with self._moved:
+        with self._lock:
             if self._closing:
                 return False
             while self._reads and self._reads[0].cancelled:
                 self._reads.popleft()
             self._reads.append(flight)
-            self._moved.notify()
+            self._wanted.notify()
             return True
 
     def write(self, spill: Spill) -> bool:
         """Queue a spill; False when the queue is full or the workers are closing."""
-        with self._moved:
+        with self._lock:
             if self._closing:
                 return False
             if not self._writes.offer(spill):
                 return False
-            self._moved.notify()
+            self._wanted.notify()
             return True
 
     def probe(self, probe: Probe) -> bool:
         """Queue a question; False when there are too many."""
-        with self._moved:
+        with self._lock:
             if self._closing or len(self._probes) >= PROBES_MAX:
                 return False
             self._probes.append(probe)
-            self._moved.notify()
+            self._wanted.notify()
             return True
 
     def room(self) -> int:
         """Spills that the write queue would take now."""
-        with self._moved:
+        with self._lock:
             return self._writes.room()
 
     def wait_written(self, deadline_s: float) -> bool:
-        """Until no write is queued or running and the tier is flushed; False when that failed or
-        took longer."""
-        with self._moved:
-            if not self._moved.wait_for(self._no_writes, max(0.0, deadline_s - time.monotonic())):
+        """Until what is queued or running now is written and the tier is flushed; False when that
+        failed or took longer."""
+        with self._lock:
+            last = self._writes.last
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not self._ended.wait_for(lambda: self._writes.settled(last), left_s):
                 return False
             flush = Flush()
             self._writes.flush(flush)
-            self._moved.notify()
+            self._wanted.notify()
         return flush.ended.wait(max(0.0, deadline_s - time.monotonic())) and flush.done
 
     def stats(self) -> dict[str, Any]:
         """Queue depths and counters."""
-        with self._moved:
+        with self._lock:
             queues = {
                 "queued_reads": len(self._reads),
                 "queued_writes": len(self._writes),
@@ -158,13 +164,14 @@ class TierWorkers:
 
     def close(self, deadline_s: float) -> bool:
         """End the threads; what is queued is not done. False when some still hang in the tier."""
-        with self._moved:
+        with self._lock:
             self._closing = True
             reads, writes = list(self._reads), self._writes.drain()
             probes = list(self._probes)
             self._reads.clear()
             self._probes.clear()
-            self._moved.notify_all()
+            self._wanted.notify_all()
+            self._ended.notify_all()
         for flight in reads:
             if self._take_off(flight):
                 self._landed(flight, Moved(Landing.UNAVAILABLE, reason="closing"))
@@ -177,12 +184,9 @@ class TierWorkers:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _no_writes(self) -> bool:
-        return not self._writes and not self._busy["writes"]
-
     def _next(self, reads_first: bool) -> Flight | Spill | Probe | Flush | None:
         """Wait for a job; None when closing."""
-        with self._moved:
+        with self._lock:
             while not self._closing:
                 if self._probes:
                     return self._probes.popleft()
@@ -192,7 +196,7 @@ class TierWorkers:
                 if self._writes:
                     self._busy["writes"] += 1
                     return self._writes.pop()
-                self._moved.wait()
+                self._wanted.wait()
             return None
 
     def _work(self, reads_first: bool, staging: Staging) -> None:
@@ -215,12 +219,13 @@ class TierWorkers:
                 self._finished(job)
 
     def _finished(self, job: Flight | Spill | Probe | Flush) -> None:
-        with self._moved:
+        with self._lock:
             if isinstance(job, Flight):
                 self._busy["reads"] -= 1
             elif not isinstance(job, Probe):
                 self._busy["writes"] -= 1
-            self._moved.notify_all()
+                self._writes.done(job)
+            self._ended.notify_all()
 
     def _probe(self, probe: Probe) -> None:
         found, moved = movers.asked(self.tier, probe.keys)
@@ -274,7 +279,7 @@ class TierWorkers:
                 sharing = (before + self._busy["writes"]) / 2
                 self._chooser.wrote(spill.key.namespace, moved.cost, sharing)
             if moved.stored_bytes:
-                with self._moved:
+                with self._lock:
                     self._writes.wrote(spill.nbytes, time.monotonic() - started_s)
         finally:
             self._written(spill, moved)
@@ -283,7 +288,7 @@ class TierWorkers:
         dtype = self._dtype_of(spill.key)
         if not dtype:
             return codecs.open(IDENTITY)
-        with self._moved:
+        with self._lock:
             crowded = self._writes.crowded
         return self._chooser.next(
             spill.key.namespace, dtype, raw_bytes=spill.nbytes, crowded=crowded

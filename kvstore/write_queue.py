@@ -37,7 +37,10 @@ class WriteQueue:
         self._blocks = blocks
         self._seconds = seconds
         self._workers = workers
-        self._jobs: deque[Spill | Flush] = deque()
+        self._jobs: deque[tuple[int, Spill | Flush]] = deque()
+        self._running: dict[int, int] = {}
+        self.last = 0
+        """Number of the job that was added last; jobs are numbered in their order."""
         self._bytes = 0
         self._largest = 1
         self._rate = 0.0
@@ -65,14 +68,24 @@ class WriteQueue:
         self._add(flush)
 
     def pop(self) -> Spill | Flush:
-        """The job that waited longest."""
-        job = self._jobs.popleft()
+        """The job that waited longest; to be handed to `done`."""
+        number, job = self._jobs.popleft()
         self._bytes -= _bytes_of(job)
+        self._running[id(job)] = number
         return job
+
+    def done(self, job: Spill | Flush) -> None:
+        """A job that was popped has ended."""
+        del self._running[id(job)]
+
+    def settled(self, number: int) -> bool:
+        """No job up to this number waits or runs."""
+        first = self._jobs[0][0] if self._jobs else number + 1
+        return number < min(first, *self._running.values(), number + 1)
 
     def drain(self) -> list[Spill | Flush]:
         """Every job; none waits any more."""
-        jobs = list(self._jobs)
+        jobs = [job for _, job in self._jobs]
         self._jobs.clear()
         self._bytes = 0
         return jobs
@@ -112,15 +125,20 @@ class WriteQueue:
         return self._seconds * self.bytes_per_s
 
     def _add(self, job: Spill | Flush) -> None:
-        self._jobs.append(job)
+        self.last += 1
+        self._jobs.append((self.last, job))
         self._bytes += _bytes_of(job)
 
     def _let_go_cancelled(self) -> None:
         """Spills whose slots were needed will not be written."""
-        kept = [job for job in self._jobs if not (isinstance(job, Spill) and job.cancelled)]
+        kept = [
+            (number, job)
+            for number, job in self._jobs
+            if not (isinstance(job, Spill) and job.cancelled)
+        ]
         if len(kept) < len(self._jobs):
             self._jobs = deque(kept)
-            self._bytes = sum(map(_bytes_of, kept))
+            self._bytes = sum(_bytes_of(job) for _, job in kept)
 
 
 def _bytes_of(job: Spill | Flush) -> int:

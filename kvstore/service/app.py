@@ -177,6 +177,8 @@ class Service:
         self.below = Lane("reads of tiers", max(1, self.max_transfers - 1))
         self.contains = Lane("contains requests", CONTAINS_AT_ONCE)
         self.care = Lane("flushes and clears", CARE_AT_ONCE)
+        # May take long, and hang with a tier; what an administrator does then must not wait.
+        self.warming = Lane("warmings", 1)
 
     async def read(self, key: Key, buffer: Buffer) -> int:
         """Have a block's frame in the buffer; payload bytes, 0 for a miss."""
@@ -202,15 +204,18 @@ class Service:
         running.add_done_callback(buffer.drop)
         return await answer_of(running, self.transfer_s)
 
-    async def look_after(self, function: Callable[..., T], *args: Any) -> T:
+    async def look_after(
+        self, function: Callable[..., T], *args: Any, lane: Lane | None = None
+    ) -> T:
         """Run a flush or a clear."""
-        self.care.enter()
-        return await answer_of(self.care.start(function, *args), self.flush_s + self.transfer_s)
+        lane = lane or self.care
+        lane.enter()
+        return await answer_of(lane.start(function, *args), self.flush_s + self.transfer_s)
 
     def close(self) -> None:
         """Wait a little for calls under way. The event loop has ended."""
         deadline_s = time.monotonic() + CLOSE_WAIT_S
-        lanes = (self.memory, self.below, self.contains, self.care)
+        lanes = (self.memory, self.below, self.contains, self.care, self.warming)
         left = sum(lane.join(deadline_s) for lane in lanes)
         if left:
             log.error("%d calls hang inside the store; left as they are", left)

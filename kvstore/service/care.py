@@ -57,7 +57,8 @@ def add_care(app: FastAPI, service: Service) -> None:
         share = body.get("share") if isinstance(body, dict) else None
         if not isinstance(share, int | float) or not 0 <= share <= 1 or len(body) != 1:
             raise HTTPException(422, 'the body is {"share": 0.5}, from 0 to 1')
-        return {"warmed": await service.look_after(store.warmer.warm, float(share))}
+        warm = service.look_after(store.warmer.warm, float(share), lane=service.warming)
+        return {"warmed": await warm}
 
 
 async def _run(service: Service, request: Request) -> tuple[str, list[bytes], str]:

@@ -317,7 +317,8 @@ class Retry(Wrapper):
 
 
 class _Bucket:
-    """Tokens that come back at a rate; taking more than there are makes a debt to wait off."""
+    """Tokens that come back at a rate. What is moved is taken when it is known, and may leave a
+    debt; nobody begins before the debt is waited off."""
 
     def __init__(self, bytes_per_s: float, burst_bytes: float, clock: Clock) -> None:
         self._rate = bytes_per_s
@@ -327,22 +328,23 @@ class _Bucket:
         self._level = burst_bytes
         self._at = clock()
 
-    def take(self, nbytes: int) -> float:
-        """Seconds to wait for `nbytes`. Raises TierUnavailable when they are too many."""
+    def begin(self, nbytes: float) -> float:
+        """Take what will probably be moved; seconds to wait before it is. Raises TierUnavailable
+        when they are too many."""
         with self._lock:
             now = self._clock()
             self._level = min(self._burst, self._level + (now - self._at) * self._rate)
             self._at = now
-            wait_s = max(0.0, nbytes - self._level) / self._rate
+            wait_s = max(0.0, -self._level) / self._rate
             if wait_s > MAX_RATE_WAIT_S:
                 raise TierUnavailable(f"its rate is used up for {wait_s:.0f} s")
             self._level -= nbytes
             return wait_s
 
-    def give(self, nbytes: int) -> None:
-        """So many bytes that were taken were not moved."""
+    def correct(self, nbytes: float) -> None:
+        """So many bytes more (or fewer, below 0) than was said were moved."""
         with self._lock:
-            self._level = min(self._burst, self._level + nbytes)
+            self._level = min(self._burst, self._level - nbytes)
 
 
 class RateLimit(Wrapper):
@@ -367,17 +369,22 @@ class RateLimit(Wrapper):
             for rate in (read_bytes_per_s, write_bytes_per_s)
         )
         self._sleep = sleep
+        self._usual_bytes = 0.0
+        """What a read was long lately: how long the next will be is known when it has ended."""
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        """Waits for what the buffer could take, and gives back what the frame did not need."""
         if self._reads is None:
             return self.inner.read(key, header, payload)
-        self._wait(self._reads, PAGE_BYTES + len(payload))
-        length = 0
+        usual_bytes = self._usual_bytes
+        self._wait(self._reads, usual_bytes)
+        moved = 0
         try:
             length = self.inner.read(key, header, payload)
+            moved = length + PAGE_BYTES if length else 0
         finally:
-            self._reads.give(len(payload) - length + (0 if length else PAGE_BYTES))
+            self._reads.correct(moved - usual_bytes)
+        if moved:
+            self._usual_bytes += (moved - self._usual_bytes) / 4
         return length
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
@@ -385,7 +392,7 @@ class RateLimit(Wrapper):
             self._wait(self._writes, PAGE_BYTES + len(payload))
         self.inner.write(key, header, payload)
 
-    def _wait(self, bucket: _Bucket, nbytes: int) -> None:
-        wait_s = bucket.take(nbytes)
+    def _wait(self, bucket: _Bucket, nbytes: float) -> None:
+        wait_s = bucket.begin(nbytes)
         if wait_s:
             self._sleep(wait_s)

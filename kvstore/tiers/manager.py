@@ -15,30 +15,27 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from kvstore.blocks import Key
 from kvstore.tiers.flights import FlightTable
 from kvstore.tiers.places import Places
-from kvstore.tiers.plans import MISSING, Admission, Flight, LoadPlan, Spill, Spilled, Waiter
+from kvstore.tiers.plans import (
+    COUNTERS,
+    MISSING,
+    Admission,
+    Flight,
+    LoadPlan,
+    Spill,
+    Spilled,
+    Waiter,
+)
 from kvstore.tiers.policies.eviction import EvictionPolicy
 from kvstore.tiers.policies.write import WritePolicy
 from kvstore.tiers.queued import STALL_OFFERS
 from kvstore.tiers.quotas import SlotQuotas
-from kvstore.tiers.slots import PINS, WORKERS, Block, SlotTable
+from kvstore.tiers.slots import WORKERS, Block, SlotTable
 from kvstore.tiers.spills import Spills
-
-COUNTERS: Final = (
-    "admitted",
-    "rejected",
-    "busy",
-    "over_quota",
-    "expired",
-    "warmed",
-    "spills_written",
-    "spills_dropped",
-    "spills_failed",
-)
 
 
 class Brain:
@@ -293,6 +290,11 @@ class Brain:
         with self.lock:
             return self._spills.dirty(limit)
 
+    def dirty(self) -> set[Key]:
+        """Blocks that are to be written before they go."""
+        with self.lock:
+            return self._table.dirty()
+
     # --- care ---------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[Key], nbytes: int) -> tuple[int, list[Spill]]:
@@ -311,33 +313,38 @@ class Brain:
                     continue
                 if self._table.pinned >= self._pins_max:
                     return index, spills
-                self._table.lease(PINS, block)
+                self._table.pin(block)
                 self._spills.settle(block, spills)
             return len(keys), spills
 
-    def unpin(self, keys: Iterable[Key]) -> int:
-        """Let these be evicted again; returns how many were pinned."""
+    def unpin(self, keys: Iterable[Key] | None = None) -> int:
+        """Let these, or all, be evicted again; returns how many were pinned."""
         with self.lock:
-            blocks = filter(None, map(self._table.get, keys))
-            slots = [block.slot for block in blocks if self._table.is_pinned(block)]
-            self.release(PINS, slots)
-            return len(slots)
+            if keys is None:
+                return self._table.unpin_all()
+            blocks = [b for b in map(self._table.get, keys) if b and self._table.is_pinned(b)]
+            for block in blocks:
+                self._table.unpin(block)
+            return len(blocks)
 
-    def unpin_all(self) -> int:
-        """Let every pinned block be evicted again; returns how many there were."""
-        with self.lock:
-            return self._table.unpin_all()
+    def age(self, epochs: int) -> tuple[int, list[Spill]]:
+        """One epoch has passed: evict what was published at least so many ago, nobody uses, and
+        waits for no write. What was not written yet is to be, and goes in a later epoch.
 
-    def age(self, epochs: int) -> int:
-        """One epoch has passed: evict what was published at least so many ago and nobody uses;
-        returns how many blocks that were."""
+        Returns how many blocks were evicted, and those writes.
+        """
         with self.lock:
             self._table.epoch += 1
-            old = [b for b in self._table.older(epochs) if self._spills.idle(b)]
-            for block in old:
-                self._spills.give_up(block)
-            self._counts["expired"] += len(old)
-            return len(old)
+            spills: list[Spill] = []
+            evicted = 0
+            for block in self._table.older(epochs):
+                if block.evictable:
+                    self._table.evict(block)
+                    evicted += 1
+                else:
+                    self._spills.settle(block, spills)
+            self._counts["expired"] += evicted
+            return evicted, spills
 
     def adopt(self, key: Key, nbytes: int, spare: int) -> int | None:
         """A slot to fill with a block that a tier has, before anybody asks for it.

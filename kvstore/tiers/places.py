@@ -9,7 +9,7 @@ from typing import Final
 from kvstore.blocks import Key
 
 KNOWN_MAX: Final = 1 << 20
-"""Keys remembered; the longest unconfirmed are forgotten first."""
+"""Keys remembered for each tier; the longest unconfirmed are forgotten first."""
 
 
 class Places:
@@ -20,27 +20,30 @@ class Places:
 
     def __init__(self, known_max: int = KNOWN_MAX) -> None:
         self._known_max = known_max
-        self._tiers_of: OrderedDict[Key, int] = OrderedDict()
+        self._in_tier: dict[int, OrderedDict[Key, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._tiers_of)
+        return sum(map(len, self._in_tier.values()))
 
     def learn(self, tier: int, keys: Iterable[Key]) -> None:
         """This tier has these keys."""
+        known = self._in_tier.setdefault(tier, OrderedDict())
         for key in keys:
-            self._tiers_of[key] = self._tiers_of.pop(key, 0) | 1 << tier
-            if len(self._tiers_of) > self._known_max:
-                self._tiers_of.popitem(last=False)
+            known[key] = None
+            known.move_to_end(key)
+            if len(known) > self._known_max:
+                known.popitem(last=False)
 
     def forget(self, tier: int, keys: Iterable[Key] | None = None) -> None:
         """This tier has not; without keys: it was emptied."""
-        for key in list(self._tiers_of) if keys is None else keys:
-            tiers = self._tiers_of.get(key, 0) & ~(1 << tier)
-            if tiers:
-                self._tiers_of[key] = tiers
-            else:
-                self._tiers_of.pop(key, None)
+        if keys is None:
+            self._in_tier.pop(tier, None)
+            return
+        known = self._in_tier.get(tier, OrderedDict())
+        for key in keys:
+            known.pop(key, None)
 
     def known(self, tier: int, keys: Sequence[Key]) -> list[bool]:
         """For each key, whether this tier is known to have it."""
-        return [bool(self._tiers_of.get(key, 0) >> tier & 1) for key in keys]
+        known = self._in_tier.get(tier, OrderedDict())
+        return [key in known for key in keys]

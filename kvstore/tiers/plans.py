@@ -12,6 +12,20 @@ MISSING: Final = "missing"
 """Why a run was cut: no tier is known to have its next block."""
 
 
+COUNTERS: Final = (
+    "admitted",
+    "rejected",
+    "busy",
+    "over_quota",
+    "expired",
+    "warmed",
+    "spills_written",
+    "spills_dropped",
+    "spills_failed",
+)
+"""What the brain counts, besides what its tables do."""
+
+
 class Landing(enum.Enum):
     """How a flight ended in one tier."""
 

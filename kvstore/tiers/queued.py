@@ -43,6 +43,11 @@ class QueuedSpills:
         """Nobody has a lease on the READY block but spills that no worker has begun."""
         return block.count == 1 + len(self._by_slot.get(block.slot, ()))
 
+    @property
+    def stuck(self) -> bool:
+        """So many were refused without a write ended that the tiers are not busy but stuck."""
+        return self._refused >= self._stall_offers
+
     def refused(self) -> None:
         """Somebody got no slot while writes were on their way."""
         self._refused += 1
@@ -60,7 +65,7 @@ class QueuedSpills:
                 if not block.dirty and self.alone_hold(block):
                     return block
             blocks = map(table.__getitem__, table.policy.victims())
-        if self._refused < self._stall_offers:
+        if not self.stuck:
             return None
         return next((block for block in blocks if block.dirty and self.alone_hold(block)), None)
 

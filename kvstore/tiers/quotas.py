@@ -43,6 +43,11 @@ class SlotQuotas:
         limit = self.limit(tenant)
         return limit is not None and self.slots[tenant] >= limit
 
+    def crowded(self, tenant: str) -> bool:
+        """The tenant has half of what it may have."""
+        limit = self.limit(tenant) if self._limits else None
+        return limit is not None and 2 * self.slots[tenant] >= limit
+
     def coldest(self, tenant: str) -> Iterator[Key]:
         """The tenant's READY blocks, least recently used first."""
         return iter(self._orders.get(tenant, ()))

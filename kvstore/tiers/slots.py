@@ -188,6 +188,10 @@ class SlotTable:
             self.evict(block)
         return len(idle)
 
+    def dirty(self) -> set[Key]:
+        """Blocks that must be written below before they may be evicted."""
+        return {key for key, block in self._blocks.items() if block.dirty}
+
     def older(self, epochs: int) -> list[Block]:
         """READY blocks that were published at least so many epochs ago."""
         oldest = self.epoch - epochs
@@ -202,12 +206,29 @@ class SlotTable:
         """Whether a block is pinned."""
         return block.slot in self._held[PINS]
 
+    def pin(self, block: Block) -> None:
+        """A lease that only `unpin` ends. The block stands in no order of eviction meanwhile: at
+        its cold end pins would have to be stepped over at every eviction."""
+        assert not self.is_pinned(block), f"slot {block.slot} is pinned already"
+        self.lease(PINS, block)
+        self.policy.removed(block.key)
+
+    def unpin(self, block: Block) -> None:
+        """The block may be evicted again; it counts as just used."""
+        self.release(PINS, block.slot)
+        self.policy.inserted(block.key, block.nbytes)
+
     def unpin_all(self) -> int:
         """Take every pin back; returns how many there were."""
-        slots = list(self._held[PINS])
-        for slot in slots:
-            self.release(PINS, slot)
-        return len(slots)
+        blocks = [self.at(slot) for slot in self._held[PINS]]
+        for block in blocks:
+            self.unpin(block)
+        return len(blocks)
+
+    def touch(self, block: Block) -> None:
+        """A READY block was used."""
+        if not self.is_pinned(block):
+            self.policy.touched(block.key)
 
     def stats(self) -> dict[str, int]:
         """Occupancy, in slots. free + filling + ready = slots."""
@@ -245,7 +266,9 @@ class SlotTable:
         assert self.evictable == sum(block.evictable for block in self._blocks.values())
         assert all(count == 1 for count in self._held[PINS].values()), "pinned twice"
         assert self.policy.slots == Counter(key.tenant for key in self._blocks)
-        resident = {key for key, block in self._blocks.items() if block.ready}
+        resident = {
+            key for key, block in self._blocks.items() if block.ready and not self.is_pinned(block)
+        }
         assert resident == set(self.policy.victims())
 
     def __getitem__(self, key: Key) -> Block:

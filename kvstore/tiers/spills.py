@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from kvstore.tiers.plans import Spill, Spilled
@@ -87,13 +87,23 @@ class Spills:
         return self._queued.alone_hold(block)
 
     def _make_share(self, tenant: str) -> bool:
-        """Evict the tenant's coldest block that nobody uses; whether there was one."""
-        for key in self._quotas.coldest(tenant):
-            block = self._table[key]
-            if self.idle(block):
-                self.give_up(block)
-                return True
-        return False
+        """Evict the tenant's coldest block that nobody uses, rather one that is written below;
+        whether there was one. What only this slot holds goes when the tiers are stuck, as ever."""
+        clean = next((b for b in self._of(tenant) if b.evictable), None)
+        waiting = clean or next((b for b in self._of(tenant) if self._may_give_up(b)), None)
+        if waiting is None:
+            self._queued.refused()
+            return False
+        self.give_up(waiting)
+        return True
+
+    def _of(self, tenant: str) -> Iterator[Block]:
+        """The tenant's coldest blocks; its share is full of them, so not all are looked at."""
+        keys = itertools.islice(self._quotas.coldest(tenant), AHEAD_SCAN_MAX)
+        return map(self._table.__getitem__, keys)
+
+    def _may_give_up(self, block: Block) -> bool:
+        return self.idle(block) and (not block.dirty or self._queued.stuck)
 
     # --- down ---------------------------------------------------------------------------
 
@@ -103,6 +113,12 @@ class Spills:
             self.send(block, range(self._tiers), spills)
         elif self._tiers and self._write.on_evict:
             self._table.set_dirty(block, True)
+            if self._quotas.crowded(block.key.tenant):
+                # Its share is filled by itself, long before the slab is: write what is in it, two
+                # blocks for each that comes, so that all of it is written when it is full.
+                unsent = (b for b in self._of(block.key.tenant) if b.dirty and not b.written)
+                for each in list(itertools.islice(unsent, 2)):
+                    self.send(each, range(self._tiers), spills)
 
     def settle(self, block: Block, spills: list[Spill]) -> None:
         """Write a dirty block now: it will not be evicted, so that nothing else would."""
@@ -118,7 +134,7 @@ class Spills:
     def hit(self, block: Block, spills: list[Spill]) -> None:
         """A READY block was asked for."""
         block.hits += 1
-        self._table.policy.touched(block.key)
+        self._table.touch(block)
         if self._tiers and not block.written and self._write.on_hit(block.hits):
             self.send(block, range(self._tiers), spills)
         if self._tiers and not block.written and self._write.on_evict:

@@ -1,11 +1,12 @@
 """A quota for each tenant of one tier: a wrapper with the tier's verbs.
 
-What a tenant has there is known from the tier's own list (at start, so also after a restart) and
-from what is written, read and deleted through here. A tenant over its quota makes room at its own
-cost: its blocks that were used longest ago are deleted before the new one is written.
+What a tenant has there is known from the tier's own list (at start, so also after a restart, and
+every `RELIST_S`) and from what is written and deleted through here. A tenant over its quota makes
+room at its own cost: its blocks that were used longest ago are deleted before the new one is
+written. What the tier evicted by itself, or other nodes wrote to it, is known with the next list.
 
-A tier that has to be asked is listed every `RELIST_S` in a thread of its own: other nodes write to
-it too, and a quota there is exact but for what they wrote since.
+Nothing is held while the tier is asked: writers of one tenant run side by side, and one that hangs
+keeps no other. So a tenant may pass its quota by what its writers have in their hands.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from kvstore.units import format_bytes
 log = logging.getLogger(__name__)
 
 RELIST_S: Final = 300.0
-STALE_LOOK: Final = 256
-"""Blocks that are looked up at a time, when room is needed, for whether the tier still has them."""
 
 
 class Account:
@@ -36,6 +35,8 @@ class Account:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
+        self.coming = 0
+        """Bytes that writers have in their hands."""
         self.blocks: OrderedDict[Key, int] = OrderedDict()
 
     def put(self, key: Key, nbytes: int) -> None:
@@ -43,9 +44,11 @@ class Account:
         self.used += nbytes - self.blocks.pop(key, 0)
         self.blocks[key] = nbytes
 
-    def drop(self, key: Key) -> None:
-        """The tenant has this block no more."""
-        self.used -= self.blocks.pop(key, 0)
+    def drop(self, key: Key) -> int:
+        """The tenant has this block no more; the bytes it had."""
+        nbytes = self.blocks.pop(key, 0)
+        self.used -= nbytes
+        return nbytes
 
 
 class TenantQuotas(Wrapper):
@@ -59,25 +62,21 @@ class TenantQuotas(Wrapper):
         super().__init__(tier)
         self._limits = dict(limits)
         self._lock = threading.Lock()
-        self._turns: dict[str, threading.Lock] = {}
         self._accounts: dict[str, Account] = {}
+        self._news: dict[Key, int] | None = None
+        """What was written (bytes) or deleted (0) since the list being made began."""
         self._evictions = 0
         self._stop = threading.Event()
         if self.local_index:
             self._list()
-        else:
-            name = f"{self.name}-quotas"
-            threading.Thread(target=self._relist, name=name, daemon=True).start()
+        name = f"{self.name}-quotas"
+        threading.Thread(target=self._relist, name=name, daemon=True).start()
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
         length = self.inner.read(key, header, payload)
-        if self._limit(key.tenant) is None:
-            return length
-        with self._lock:
-            if length:
-                self._account(key.tenant).put(key, PAGE_BYTES + length)
-            else:
-                self._account(key.tenant).drop(key)
+        if length and self._limit(key.tenant) is not None:
+            with self._lock:
+                self._put(key, PAGE_BYTES + length)
         return length
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
@@ -92,24 +91,32 @@ class TenantQuotas(Wrapper):
                 f"a block of {format_bytes(nbytes)}; tenant {key.tenant!r} may have "
                 f"{format_bytes(limit)} of {self.name}"
             )
-        # One write of a tenant at a time, so that two do not fit into the room of one.
-        with self._turn(key.tenant):
-            self._make_room(key, nbytes)
+        with self._lock:
+            account = self._account(key.tenant)
+            victims = self._room_for(account, key, nbytes)
+            account.coming += nbytes
+        try:
+            self._evict(victims)
             self.inner.write(key, header, payload)
             with self._lock:
-                self._account(key.tenant).put(key, nbytes)
+                self._put(key, nbytes)
+        finally:
+            with self._lock:
+                account.coming -= nbytes
 
     def delete(self, keys: Sequence[Key]) -> None:
         self.inner.delete(keys)
         with self._lock:
             for key in keys:
-                if key.tenant in self._accounts:
-                    self._accounts[key.tenant].drop(key)
+                self._drop(key)
 
     def clear(self) -> None:
+        with self._lock:
+            held = [key for account in self._accounts.values() for key in account.blocks]
         self.inner.clear()
         with self._lock:
-            self._accounts.clear()
+            for key in held:
+                self._drop(key)
 
     def close(self) -> None:
         self._stop.set()
@@ -122,13 +129,15 @@ class TenantQuotas(Wrapper):
     def used_bytes(self) -> dict[str, int]:
         """What each tenant with a quota has."""
         with self._lock:
-            return {tenant: account.used for tenant, account in self._accounts.items()}
+            used = {tenant: account.used for tenant, account in self._accounts.items()}
+        return {tenant: nbytes for tenant, nbytes in used.items() if nbytes}
 
     def _limit(self, tenant: str) -> int | None:
         return self._limits.get(tenant, self._limits.get(EVERYBODY))
 
+    # --- the book: all under the lock -----------------------------------------------------
+
     def _account(self, tenant: str) -> Account:
-        """The lock is held, and the tenant has a quota."""
         account = self._accounts.get(tenant)
         if account is None:
             limit = self._limit(tenant)
@@ -136,66 +145,83 @@ class TenantQuotas(Wrapper):
             account = self._accounts[tenant] = Account(limit)
         return account
 
-    def _turn(self, tenant: str) -> threading.Lock:
-        with self._lock:
-            return self._turns.setdefault(tenant, threading.Lock())
+    def _put(self, key: Key, nbytes: int) -> None:
+        self._account(key.tenant).put(key, nbytes)
+        if self._news is not None:
+            self._news[key] = nbytes
 
-    def _make_room(self, key: Key, nbytes: int) -> None:
-        """Delete the tenant's longest unused blocks until one of `nbytes` fits."""
-        while True:
-            with self._lock:
-                account = self._account(key.tenant)
-                needed = account.used - account.blocks.get(key, 0) + nbytes - account.limit
-                oldest = list(zip(account.blocks, range(STALE_LOOK), strict=False))
+    def _drop(self, key: Key) -> None:
+        if key.tenant in self._accounts:
+            self._accounts[key.tenant].drop(key)
+            if self._news is not None:
+                self._news[key] = 0
+
+    def _room_for(self, account: Account, key: Key, nbytes: int) -> list[tuple[Key, int]]:
+        """Take the longest unused blocks out of the account, until one of `nbytes` fits."""
+        needed = account.used + account.coming - account.blocks.get(key, 0) + nbytes - account.limit
+        victims: list[tuple[Key, int]] = []
+        for name, size in account.blocks.items():
             if needed <= 0:
-                return
-            names = [name for name, _ in oldest if name != key]
-            gone = [n for n, has in zip(names, self.inner.contains(names), strict=True) if not has]
-            victims = gone or self._coldest(names, needed)
-            # Also what is gone: a tier that is down says that of all, and refuses this.
-            self.inner.delete(victims)
-            with self._lock:
-                for name in victims:
-                    account.drop(name)
-                self._evictions += 0 if gone else len(victims)
-
-    def _coldest(self, names: Sequence[Key], needed: int) -> list[Key]:
-        """The first of these whose sizes add up to what is needed."""
-        victims: list[Key] = []
-        with self._lock:
-            for name in names:
-                if needed <= 0:
-                    break
-                needed -= self._accounts[name.tenant].blocks.get(name, 0)
-                victims.append(name)
+                break
+            if name != key:
+                victims.append((name, size))
+                needed -= size
+        for name, _ in victims:
+            self._drop(name)
         return victims
 
+    # --- the tier: none under the lock ----------------------------------------------------
+
+    def _evict(self, victims: Sequence[tuple[Key, int]]) -> None:
+        """Delete what was taken out of an account; it is back there when that cannot be."""
+        if not victims:
+            return
+        try:
+            self.inner.delete([key for key, _ in victims])
+        except BaseException:
+            with self._lock:
+                for key, nbytes in victims:
+                    self._put(key, nbytes)
+                    self._accounts[key.tenant].blocks.move_to_end(key, last=False)
+            raise
+        with self._lock:
+            self._evictions += len(victims)
+
     def _relist(self) -> None:
-        while True:
+        if not self.local_index:
             self._list()
-            if self._stop.wait(RELIST_S):
-                return
+        while not self._stop.wait(RELIST_S):
+            self._list()
 
     def _list(self) -> None:
-        """Learn what the tier holds; the order of what is known already is kept."""
+        """Learn what the tier holds; the order of what is known already is kept, and what was
+        written or deleted meanwhile is not forgotten."""
+        with self._lock:
+            self._news = {}
         try:
-            listed = [(k, n) for k, n in self.inner.usage() if self._limit(k.tenant) is not None]
-        except NotImplementedError:
-            log.warning("%s cannot list its blocks: quotas count what is written now", self.name)
-            self._stop.set()
-            return
+            listed = {k: n for k, n in self.inner.usage() if self._limit(k.tenant) is not None}
         except Exception as error:
-            log.warning("%s cannot be listed for its quotas: %s", self.name, error)
+            if isinstance(error, NotImplementedError):
+                log.warning("%s cannot list its blocks: quotas count what is written", self.name)
+                self._stop.set()
+            else:
+                log.warning("%s cannot be listed for its quotas: %s", self.name, error)
+            with self._lock:
+                self._news = None
             return
         with self._lock:
-            before, self._accounts = self._accounts, {}
-            known = {key for account in before.values() for key in account.blocks}
-            # The most recently used come first in a list, and last in an account.
-            for key, nbytes in reversed(listed):
-                if key not in known:
-                    self._account(key.tenant).put(key, nbytes)
-            sizes = dict(listed)
-            for account in before.values():
-                for key in account.blocks:
-                    if key in sizes:
-                        self._account(key.tenant).put(key, sizes[key])
+            news, self._news = self._news or {}, None
+            for key, nbytes in news.items():
+                if nbytes:
+                    listed[key] = nbytes
+                else:
+                    listed.pop(key, None)
+            for account in self._accounts.values():
+                for key in [key for key in account.blocks if key not in listed]:
+                    account.drop(key)
+            # A list gives the most recently used first: what is new here goes before what is known.
+            for key, nbytes in listed.items():
+                account = self._account(key.tenant)
+                if key not in account.blocks:
+                    account.put(key, nbytes)
+                    account.blocks.move_to_end(key, last=False)

@@ -143,6 +143,18 @@ def test_reads_that_hang_leave_l2_and_care_alone(patient: Side) -> None:
     wait_until(lambda: patient.taken() == 0, "all buffers are back")
 
 
+def test_warming_that_hangs_leaves_care_alone(patient: Side) -> None:
+    assert patient.call("POST", "/v1/clear?tier=l2") == (200, {"cleared": "l2"})
+    patient.tier.schedule = always(Fault.HUNG, "read")
+    warm = patient.begin(patient.call, "POST", "/v1/warm", {"share": 0.5})
+    assert patient.tier.wait_hung(1, LIMIT_S)
+    assert patient.call("POST", "/v1/warm", {"share": 0.5})[0] == 503
+    assert patient.call("POST", "/v1/flush") == (200, {"flushed": True})
+    assert patient.call("POST", "/v1/clear?tier=l2") == (200, {"cleared": "l2"})
+    patient.tier.release()
+    assert warm.result(LIMIT_S) == (200, {"warmed": 2})
+
+
 def test_a_read_that_hangs_is_answered_in_time_and_keeps_its_buffer(brisk: Side) -> None:
     brisk.tier.schedule = always(Fault.HUNG, "read", "contains")
     status, answer = brisk.get(BELOW)

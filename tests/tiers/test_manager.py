@@ -421,21 +421,14 @@ class BrainAgainstModel(RuleBasedStateMachine):
     @rule()
     def age(self) -> None:
         self.epoch += 1
-        waiting = Counter(spill.key for spill in self.spills if spill not in self.writing)
-        leases = Counter(key for _, key in self.leases)
-        old = {
-            key
-            for key in self.resident
-            if self.born[key] <= self.epoch - OLD and leases[key] == waiting[key]
-        }
-        assert self.brain.age(OLD) == len(old)
-        for spill in [spill for spill in self.spills if spill.key in old]:
-            assert spill.cancelled
-            self.spills.remove(spill)
-            self.leases.remove((WORKERS, spill.key))
-            assert not self.brain.begin(spill)
+        aged = {key for key in self.resident if self.born[key] <= self.epoch - OLD}
+        old = {key for key in aged if not self.leased(key)} - self.dirty
+        evicted, spills = self.brain.age(OLD)
+        assert evicted == len(old)
+        assert {spill.key for spill in spills} == aged & self.dirty & self.unsent
         for key in old:
             self.forget(key)
+        self.take_spills(spills)
 
     @rule(number=st.integers(0, len(KEYS) - 1), spare=st.integers(0, 2), arrived=st.booleans())
     def adopt(self, number: int, spare: int, arrived: bool) -> None:
@@ -488,7 +481,7 @@ class BrainAgainstModel(RuleBasedStateMachine):
             self.brain.fail(flight)
         for spill in self.spills:
             self.brain.spilled(spill, Spilled.FAILED)
-        assert self.brain.unpin_all() == len(self.pinned())
+        assert self.brain.unpin() == len(self.pinned())
         self.brain.clear()
         assert self.brain.stats()["slots_free"] == self.slots
 
