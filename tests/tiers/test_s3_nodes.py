@@ -117,6 +117,40 @@ def test_two_collectors_under_pressure(s3_server: S3Server, bucket: str) -> None
     assert found[0], "both together have removed everything"
 
 
+# -------------------------------------------------------------------- what is acknowledged
+
+
+def test_a_node_that_makes_room_removes_no_block_that_another_acknowledged(
+    s3_server: S3Server, bucket: str, buffer: FrameBuffer
+) -> None:
+    """Both have saved the same block; the first one then needs its room for others."""
+    one = s3_server.open(bucket, capacity=MIB)
+    two = s3_server.open(bucket, capacity=4 * MIB)
+    one.write(*buffer.fill(key_of(1), BLOCK_BYTES))
+    two.write(*buffer.fill(key_of(1), BLOCK_BYTES))
+    for number in range(2, 30):
+        one.write(*buffer.fill(key_of(number), BLOCK_BYTES))
+    assert one.contains([key_of(1)]) == [False]
+    assert held(two, buffer, [key_of(1)])
+    two.refresh()
+    assert held(two, buffer, [key_of(1)])
+    one.close()
+    two.close()
+
+
+def test_any_number_of_nodes_may_save_the_same_block_at_once(
+    s3_server: S3Server, bucket: str, buffer: FrameBuffer
+) -> None:
+    nodes = [s3_server.open(bucket, capacity=4 * MIB) for _ in range(6)]
+    for node in nodes:
+        node.write(*buffer.fill(key_of(1), BLOCK_BYTES))
+    assert len(s3_server.names(bucket)) == 6
+    for node in nodes:
+        node.refresh()
+        assert held(node, buffer, [key_of(1)])
+        node.close()
+
+
 # -------------------------------------------------------------------- what is collected
 
 

@@ -37,6 +37,14 @@ class Rules:
     grace_s: float
     refresh_s: float
 
+    @property
+    def adopt_s(self) -> float:
+        """Age up to which another node's segment keeps our blocks as well as one of our own: half
+        the grace period, so that what is adopted stays for the other half at least. 0 with a
+        capacity: its owner may remove it at any age to make room, and nobody can tell him not to.
+        """
+        return 0.0 if self.capacity_bytes else self.grace_s / 2
+
 
 class Keeper:
     """Keeps a `Catalog` in step with the bucket, and the bucket within the rules. Thread-safe.

@@ -71,7 +71,7 @@ def is_ours(name: str, prefix: str) -> bool:
 def segment_name(prefix: str, shards: int, keys: Iterable[Key], attempt: int) -> str:
     """The name of a segment of these keys, whatever their order.
 
-    attempt: 0; a higher number gives the next name, where the first may not be used.
+    attempt: 0; another number gives another name, where the first may not be used.
     """
     digest = hashlib.sha256(b"%d %d" % (VERSION, attempt))
     for key in sorted(keys):

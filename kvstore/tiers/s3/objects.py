@@ -42,7 +42,8 @@ class Listing:
 class Objects:
     """Segments and graves under `prefix`, spread over `shards` folders. Thread-safe.
 
-    adopt_s: age up to which somebody else's segment of the same blocks is as good as our own.
+    adopt_s: age up to which somebody else's segment of the same blocks is as good as our own;
+    0: none is.
     """
 
     def __init__(self, client: Client, prefix: str, shards: int, adopt_s: float) -> None:
@@ -67,7 +68,8 @@ class Objects:
         packed = layout.pack_footer(entries, identity, group.nbytes)
         footer = layout.Footer(entries, identity, group.nbytes, group.nbytes + len(packed))
         body = [*group.views, memoryview(packed)]
-        for attempt in range(MAX_NAMES):
+        # The last name is nobody else's, however many nodes put the same blocks at once.
+        for attempt in (*range(MAX_NAMES - 1), int.from_bytes(identity, "little")):
             name = layout.segment_name(self._prefix, self._shards, group.keys, attempt)
             if not usable(name):
                 continue
@@ -102,7 +104,7 @@ class Objects:
         if segment.identity == ours.identity:
             segment.own = True  # the reply to our own put was lost
             return segment
-        if self.client.now_s() - segment.modified_s > self._adopt_s:
+        if not self._adopt_s or self.client.now_s() - segment.modified_s > self._adopt_s:
             return None
         return segment if _keys(segment.entries) == _keys(ours.entries) else None
 

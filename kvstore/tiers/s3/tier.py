@@ -62,8 +62,7 @@ class S3Tier(Tier):
         self._client = client
         self._capacity_bytes = rules.capacity_bytes
         self._catalog = Catalog()
-        # Half the grace period: what is adopted at that age stays for the other half at least.
-        self._objects = Objects(client, prefix, shards, adopt_s=rules.grace_s / 2)
+        self._objects = Objects(client, prefix, shards, adopt_s=rules.adopt_s)
         self._lock = threading.Condition()
         self._writing: set[Key] = set()
         self._closed = False
