@@ -4,6 +4,7 @@ past the deadline, nothing leaked."""
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import sys
@@ -172,6 +173,28 @@ def test_a_sidecar_killed_in_the_midst_of_loads_and_saves(
     patient = join(loaded, tmp_path, deadline_ms=HANG_LIMIT_S * 1e3)
     assert check_run(patient, baseline, asks)["disk"] == 6 * 88
     patient.close()
+    served.close()
+
+
+def test_a_sidecar_killed_and_restarted_over_an_empty_disk(
+    loaded: LoadedModel, baseline: Baseline, tmp_path: Path, endings: ExitStack
+) -> None:
+    served = join(loaded, tmp_path, wait_s=0.0, deadline_ms=HANG_LIMIT_S * 1e3)
+    asks = long_asks(3, seed=14)
+    for hits in (0, 3 * 88):
+        # The second time round nothing was taken away: it hits.
+        sidecar = start_sidecar(endings, tmp_path)
+        wait_until(lambda: served.blocks.slab is not None)
+        served.engine.reset_prefix_cache()
+        assert check_run(served, baseline, asks).get("disk", 0) == hits
+        post(sidecar, "/v1/flush")
+        sidecar.kill()
+        wait_until(lambda: served.blocks.slab is None)
+    shutil.rmtree(tmp_path / "disk")
+    start_sidecar(endings, tmp_path)
+    wait_until(lambda: served.blocks.slab is not None)
+    served.engine.reset_prefix_cache()
+    assert not check_run(served, baseline, asks).get("disk")
     served.close()
 
 

@@ -7,6 +7,7 @@ the tier, or are the server's own death.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -282,10 +283,11 @@ def test_redis_hangs_and_wakes(
     site.close()
 
 
-def test_s3_killed_in_the_midst_of_writes_and_restarted(
+def test_s3_killed_in_the_midst_of_writes_and_restarted_empty(
     loaded: LoadedModel, baseline: Baseline, seaweed: s3_rig.S3Server
 ) -> None:
-    site = Site(loaded, seaweed.open(seaweed.new_bucket(), timeout="2s"))
+    bucket = seaweed.new_bucket()
+    site = Site(loaded, seaweed.open(bucket, timeout="2s"))
     known, new = prompts(3, seed=9), prompts(5, seed=10)
     check_output(site.hurried, baseline, known)
     site.settle()
@@ -293,7 +295,13 @@ def test_s3_killed_in_the_midst_of_writes_and_restarted(
     burst(site, baseline, known + new, seaweed.kill)
     check_output(site.hurried, baseline, prompts(2, seed=11))
     assert site.trouble()
+    shutil.rmtree(seaweed.directory / "data")
+    (seaweed.directory / "data").mkdir()
     seaweed.start()
+    site.forget()
+    # Without its bucket, and with an empty one.
+    check_output(site.patient, baseline, known)
+    seaweed.client.create_bucket(Bucket=bucket)
     comes_back(site, baseline, known + new)
     site.close()
 

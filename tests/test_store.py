@@ -37,8 +37,10 @@ from kvstore.errors import ConfigError, FrameInvalid, StoreClosed, TierFull
 from kvstore.leases import Slab
 from kvstore.session import Session
 from kvstore.store import Store
+from kvstore.testing.faults import Fault, FaultyTier, always
 from kvstore.tiers import disk
 from kvstore.tiers.base import Tier
+from kvstore.tiers.disk.files import Files
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.policies.write import write_policy
 from kvstore.verbs import Answer
@@ -450,3 +452,35 @@ def test_repr_tells_the_truth() -> None:
         assert store.flush(WAIT_S)
         load(session, hashes(2))
         assert repr(store) == ("L2 3/16 slots, 2 leased | memory 0 queued, 0 faults | 0 dropped")
+
+
+def test_a_match_touches_no_disk_and_no_network(tmp_path: Path) -> None:
+    """Of what L2 and a tier with an index hold: 512 blocks, over tiers that raise if touched."""
+
+    class Untouched(Files):
+        closed_to_all = False
+
+        def read_at(self, fd: int, views: list[memoryview], offset: int) -> int:
+            assert not self.closed_to_all, "the disk was read"
+            return super().read_at(fd, views, offset)
+
+    files = Untouched()
+    config = disk.Config(directory=str(tmp_path), capacity=16 << 20)
+    remote = FaultyTier(RemoteTier())
+    names = hashes(512)
+    with make_store(disk.open(config, files=files), remote, slots=1024) as store:
+        session = store.session(SPACE)
+        for start in range(0, 512, 64):
+            save(session, names[start : start + 64])
+            assert store.flush(WAIT_S)
+        files.closed_to_all = True
+        remote.schedule = always(Fault.ERROR)
+        remote.calls.clear()
+        assert match(session, names) == ["l2"] * 512
+        store.clear("l2")
+        assert match(session, names) == ["disk"] * 512
+        assert remote.calls == []
+        files.closed_to_all = False
+        remote.schedule = None
+        assert loaded_tiers(session, names[:3]) == ["disk"] * 3
+        session.close()
