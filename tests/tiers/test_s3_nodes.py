@@ -225,6 +225,41 @@ def test_an_expired_block_can_be_written_before_it_is_collected(
     tier.close()
 
 
+def test_an_expired_block_is_absent_and_does_not_hide_what_is_written_since(
+    s3_server: S3Server, bucket: str, buffer: FrameBuffer
+) -> None:
+    """Between two rounds of the keeper. One block was alone, the others shared an object; all are
+    written again alone, whatever the names that the new objects have beside the old one's."""
+    tier = s3_server.open(bucket, ttl="8s", writers=8, linger="10s")
+    keys = [key_of(number) for number in range(8)]
+    write_together(tier, keys)
+    other = s3_server.open(bucket, ttl="8s")
+    assert held(other, buffer, keys) == keys
+    time.sleep(9.1)
+    assert tier.contains(keys) == [False] * 8
+    for key in keys:
+        assert not other.read(key, buffer.header, buffer.payload)
+        other.write(*buffer.fill(key, BLOCK_BYTES))
+    assert held(other, buffer, keys) == keys
+    other.refresh()
+    assert held(other, buffer, keys) == keys
+    assert len(s3_server.names(bucket)) == 8
+    tier.close()
+    other.close()
+
+
+def test_an_expired_segment_of_another_node_is_not_relied_on(
+    s3_server: S3Server, bucket: str, buffer: FrameBuffer
+) -> None:
+    one, two = s3_server.open(bucket, ttl="4s"), s3_server.open(bucket, ttl="4s")
+    one.write(*buffer.fill(key_of(1), BLOCK_BYTES))
+    time.sleep(5.1)
+    two.write(*buffer.fill(key_of(1), BLOCK_BYTES))
+    assert held(two, buffer, [key_of(1)])
+    one.close()
+    two.close()
+
+
 def test_a_grave_without_its_segment_goes_when_it_is_old(
     s3_server: S3Server, bucket: str, buffer: FrameBuffer
 ) -> None:

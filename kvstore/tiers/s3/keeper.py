@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.blocks import Key
 from kvstore.errors import TierError, TierFull
 from kvstore.tiers.s3.catalog import MAX_SEGMENTS, Catalog, Segment
 from kvstore.tiers.s3.client import Listed
@@ -40,10 +41,12 @@ class Rules:
     @property
     def adopt_s(self) -> float:
         """Age up to which another node's segment keeps our blocks as well as one of our own: half
-        the grace period, so that what is adopted stays for the other half at least. 0 with a
-        capacity: its owner may remove it at any age to make room, and nobody can tell him not to.
+        the grace period, or of its life, so that what is adopted stays for the other half at
+        least. 0 with a capacity: its owner may remove it at any age to make room, and nobody can
+        tell him not to.
         """
-        return 0.0 if self.capacity_bytes else self.grace_s / 2
+        kept_s = min(self.grace_s, self.ttl_s) if self.ttl_s else self.grace_s
+        return 0.0 if self.capacity_bytes else kept_s / 2
 
 
 class Keeper:
@@ -149,6 +152,15 @@ class Keeper:
         """Whether its time is over."""
         ttl_s = self._rules.ttl_s
         return bool(ttl_s) and self._objects.client.now_s() - segment.modified_s > ttl_s
+
+    def find(self, key: Key) -> tuple[Segment, int, int] | None:
+        """Segment, first page and pages of a block; an expired one is none; the lock is held.
+
+        A segment that is found to be expired is forgotten, or it would hide a copy written since.
+        """
+        while (found := self._catalog.find(key)) is not None and self.is_expired(found[0]):
+            self._counts["expired"] += self.forget(found[0])
+        return found
 
     # ------------------------------------------------------------------ forgetting and removing
 

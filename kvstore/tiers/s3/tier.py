@@ -61,6 +61,7 @@ class S3Tier(Tier):
         self.workers_write = writers
         self._client = client
         self._capacity_bytes = rules.capacity_bytes
+        self._mortal = bool(rules.ttl_s)
         self._catalog = Catalog()
         self._objects = Objects(client, prefix, shards, adopt_s=rules.adopt_s)
         self._lock = threading.Condition()
@@ -82,6 +83,8 @@ class S3Tier(Tier):
     def contains(self, keys: Sequence[Key]) -> list[bool]:
         with self._lock:
             self._check_open()
+            if self._mortal:
+                return [self._keeper.find(key) is not None for key in keys]
             index = self._catalog.index
             return [key in index for key in keys]
 
@@ -89,8 +92,8 @@ class S3Tier(Tier):
         for _ in range(MAX_COPIES):
             with self._lock:
                 self._check_open()
-                found = self._catalog.find(key)
-                if found is None or self._keeper.is_expired(found[0]):
+                found = self._keeper.find(key)
+                if found is None:
                     return 0
                 segment, page, pages = found
                 nbytes = (pages - 1) * PAGE_BYTES
@@ -209,8 +212,7 @@ class S3Tier(Tier):
             if not self._lock.wait_for(lambda: key not in self._writing, SAME_KEY_WAIT_S):
                 raise TierUnavailable(f"another write of the same block hangs in {self.name}")
             self._check_open()
-            found = self._catalog.find(key)
-            if found is not None and not self._keeper.is_expired(found[0]):
+            if self._keeper.find(key) is not None:
                 return False
             self._writing.add(key)
             return True
