@@ -135,6 +135,21 @@ def test_pending_is_none_until_the_store_has_answered_or_the_deadline() -> None:
     rig.store.check_idle()
 
 
+def test_an_answer_leads_to_the_next_question_before_vllm_asks_again() -> None:
+    rig = Scheduling()
+    asked = request()
+    rig.hold(4, tier="disk")
+    assert rig.side.match(asked, 0) is None
+    rig.store.answer(rig.store.last(Match))
+    rig.plan()
+    assert isinstance(rig.store.asked[-1], Load)
+    rig.store.answer(rig.store.last(Load))
+    assert rig.side.match(asked, 0) == 4 * BLOCK
+    rig.side.finished(asked)
+    rig.plan()
+    rig.store.check_idle()
+
+
 def test_requests_that_must_compute_everything_never_ask() -> None:
     rig = Scheduling(*ALL)
     rig.hold(4)

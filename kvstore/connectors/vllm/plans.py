@@ -7,6 +7,11 @@ asks it by hash. No slot, lease or address crosses between the two.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
+
+IDLE_WAIT_S: Final = 0.001
+"""How long either side waits for the store in a step that computes nothing: without it vLLM's loop
+spins, and takes the time that answers and copies need."""
 
 
 @dataclass(slots=True)

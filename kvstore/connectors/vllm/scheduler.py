@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from kvstore.connectors.attempts import ROUND_TRIP_MS, Attempts
 from kvstore.connectors.base import GuardedStore
-from kvstore.connectors.vllm.plans import Blocks, StepPlan
+from kvstore.connectors.vllm.plans import IDLE_WAIT_S, Blocks, StepPlan
 from kvstore.tiers.policies.prefetch import PrefetchPolicy
 from kvstore.verbs import Answer, BlockStore, Load
 
@@ -68,6 +68,7 @@ class SchedulerSide:
         self._first_block: dict[str, int] = {}
         self._offered: dict[str, int] = {}
         self._held: dict[str, Load] = {}
+        self._pending: dict[str, tuple[tuple[bytes, ...], int]] = {}
         self._failed: set[str] = set()
         self._plan = StepPlan()
         self._finishing: set[str] = set()
@@ -88,8 +89,10 @@ class SchedulerSide:
         first = computed_tokens // self._block_tokens
         self._asked_s.setdefault(request_id, self._clock())
         self._first_block[request_id] = first
+        self._pending.pop(request_id, None)
         found = self._attempts.match(request_id, hashes, first, can_start=True)
         if found.answer is Answer.PENDING:
+            self._pending[request_id] = (hashes, first)
             return None
         return found.blocks * self._block_tokens if found.answer is Answer.HIT else 0
 
@@ -100,6 +103,7 @@ class SchedulerSide:
         be loaded. Returns the tokens by the tier that holds them."""
         request_id = request.request_id
         self._requests[request_id] = request
+        self._pending.pop(request_id, None)
         if not external_tokens:
             self._attempts.abort(request_id)
             return {}
@@ -132,7 +136,6 @@ class SchedulerSide:
         block_ids: the engine's block table of a request.
         preempted: requests that lost their blocks since the last plan.
         """
-        self._store.poll(0.0)
         plan, self._plan = self._plan, StepPlan()
         plan.preempted = frozenset(preempted)
         for request_id in plan.preempted:
@@ -144,7 +147,15 @@ class SchedulerSide:
             self._offer(plan, request_id, tokens, block_ids)
         plan.finishing = frozenset(self._finishing)
         self._finishing.clear()
+        self._move_on(IDLE_WAIT_S if plan.idle and not plan.loads else 0.0)
         return plan
+
+    def _move_on(self, wait_s: float) -> None:
+        """Take in answers, so that what they lead to is asked before vLLM asks again. Waits only in
+        a step in which nothing is computed, and only for requests that wait themselves."""
+        self._store.poll(wait_s if self._pending else 0.0)
+        for request_id, (hashes, first) in self._pending.items():
+            self._attempts.match(request_id, hashes, first, can_start=True)
 
     def _offer(
         self,
@@ -177,6 +188,7 @@ class SchedulerSide:
         its saves as ended. A load under way keeps them in any case, and is reported itself."""
         request_id = request.request_id
         self._attempts.abort(request_id)
+        self._pending.pop(request_id, None)
         self._failed.discard(request_id)
         offered = self._offered.pop(request_id, 0)
         for known in (self._requests, self._asked_s, self._first_block):

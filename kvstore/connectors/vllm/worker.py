@@ -19,15 +19,12 @@ import torch
 from kvstore import kernels
 from kvstore.connectors.base import Copy, CopyThread, Direction, GuardedStore
 from kvstore.connectors.vllm.describe import in_layer_order
-from kvstore.connectors.vllm.plans import Blocks, StepPlan, StepReport
+from kvstore.connectors.vllm.plans import IDLE_WAIT_S, Blocks, StepPlan, StepReport
 from kvstore.errors import ConfigError
 from kvstore.verbs import BlockStore, Load, Save
 
 SAVES_MAX: Final = 256
 """Saves under way; further ones are dropped."""
-IDLE_WAIT_S: Final = 0.001
-"""How long a step that computes nothing waits for the store: without it vLLM's loop spins, and
-takes the time that the copies need."""
 
 
 @dataclass(eq=False, slots=True)
@@ -132,17 +129,15 @@ class WorkerSide:
     def collect(self, plan: StepPlan) -> StepReport:
         """What has ended since the last step."""
         self._finishing |= plan.finishing
-        waiting = plan.idle and not self._report.recved
-        self._store.poll(0.0)
-        if waiting and self._copies.under_way:
-            self._end_copies(self._copies.finished(IDLE_WAIT_S))
-        elif waiting:
-            self._store.poll(IDLE_WAIT_S)
-        self._end_copies(self._copies.finished())
-        for loading in list(self._loading):
+        waiting = plan.idle and bool(self._loading or self._saving)
+        copying = self._copies.under_way > 0
+        self._store.poll(IDLE_WAIT_S if waiting and not copying else 0.0)
+        for loading in [*self._loading]:
             self._move_load(loading)
-        for saving in list(self._saving):
+        for saving in [*self._saving]:
             self._move_save(saving)
+        copying = self._copies.under_way > 0
+        self._end_copies(self._copies.finished(IDLE_WAIT_S if waiting and copying else 0.0))
         busy = {saving.plan.request_id for saving in self._saving}
         report, self._report = self._report, StepReport()
         report.sent = self._finishing - busy
