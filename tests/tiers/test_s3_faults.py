@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers.s3.tier import S3Tier
 
 BLOCK_BYTES = 100_000
+CLOSE_LIMIT_S = 20.0
+"""A tier that is not closed by then waits for a request that hangs for a minute here."""
 
 
 @pytest.fixture
@@ -141,6 +144,32 @@ def test_a_hung_or_dripping_service_is_not_waited_for(rig: Rig, mode: str) -> No
     rig.proxy.strike("")
     tier.close()
     assert rig.reads_well(rig.key)
+
+
+def test_closing_waits_for_no_request_that_hangs(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A write hangs, and a round of the keeper; both would for minutes."""
+    tier = rig.open(timeout="300s", refresh="50ms")
+    rig.proxy.strike("hang")
+    frame = FrameBuffer(BLOCK_BYTES).fill(key_of(2), BLOCK_BYTES)
+
+    def try_to_write() -> None:
+        with contextlib.suppress(TierUnavailable):
+            tier.write(*frame)
+
+    calls = (try_to_write, tier.close)
+    write, close = (threading.Thread(target=call, daemon=True) for call in calls)
+    write.start()
+    wait_until(lambda: any(b"PUT " in head for head in rig.proxy.heads[-9:]))
+    close.start()
+    close.join(CLOSE_LIMIT_S)
+    assert not close.is_alive()
+    assert write.is_alive()
+    rig.proxy.strike("")
+    rig.proxy.hang_up()
+    write.join(60)
+    assert sum("requests hang" in record.message for record in caplog.records) == 1
 
 
 def test_a_slow_service_is_only_slow(rig: Rig) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +21,12 @@ from kvstore.blocks import Key
 from kvstore.config import validated
 from kvstore.errors import ConfigError, TierError, TierFull, TierUnavailable
 from kvstore.testing.frames import FrameBuffer, key_of
+from kvstore.testing.processes import PACKAGE_PARENT
 from kvstore.tiers import s3
 from kvstore.tiers.disk.index import Entries
 from kvstore.tiers.s3 import faults, layout
 from kvstore.tiers.s3.catalog import Catalog, Segment
+from kvstore.tiers.s3.objects import Objects
 from kvstore.tiers.s3.packer import Group, Packer
 
 IDENTITY = bytes(range(16))
@@ -342,6 +347,55 @@ def test_a_failed_upload_fails_every_writer_with_an_error_of_its_own(error: Tier
     assert [type(each) for each in found] == [type(error)] * 4
     assert [str(each) for each in found] == [str(error)] * 4
     assert len(set(map(id, found))) == 4
+
+
+# -------------------------------------------------------------------- several requests at once
+
+
+def test_several_at_once_answer_in_order_and_one_fault_ends_them() -> None:
+    objects = Objects(None, "", 1, 0.0)  # type: ignore[arg-type]
+    assert list(objects.each(lambda number: number * 2, range(50))) == [2 * n for n in range(50)]
+    asked: list[int] = []
+
+    def fail_at_nine(number: int) -> int:
+        asked.append(number)
+        if number == 9:
+            raise TierUnavailable("away")
+        time.sleep(0.001 * (number > 9))
+        return number
+
+    found = objects.each(fail_at_nine, range(10_000))
+    with pytest.raises(TierUnavailable):
+        list(found)
+    before = len(asked)
+    assert before < 10_000, "the rest was not given up"
+    time.sleep(0.05)
+    assert len(asked) == before, "something goes on"
+
+
+def test_requests_that_hang_keep_no_process_from_ending() -> None:
+    program = """
+import threading
+from kvstore.tiers.s3.objects import Objects
+hanging = threading.Semaphore(0)
+
+def hang(_):
+    hanging.release()
+    threading.Event().wait()
+
+def ask():
+    list(Objects(None, "", 1, 0.0).each(hang, [1, 2, 3]))
+
+threading.Thread(target=ask, daemon=True).start()
+for _ in range(3):
+    hanging.acquire()
+print("ends", flush=True)
+"""
+    environment = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, timeout=60, capture_output=True
+    )
+    assert (done.returncode, done.stdout) == (0, b"ends\n")
 
 
 # -------------------------------------------------------------------- faults

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 JITTER: Final = 0.2
 """Part by which the time between two rounds varies, so that nodes do not collect in step."""
-STOP_WAIT_S: Final = 30.0
+STOP_WAIT_S: Final = 5.0
+"""Longest `stop` waits for a round under way."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,15 @@ class Keeper:
         self._thread.start()
         return self._fresh.wait(wait_s)
 
-    def stop(self) -> bool:
-        """End the thread; False when it hangs in a request."""
+    def halt(self) -> None:
+        """Begin no other round, and end the one under way where it can."""
         self._stopping.set()
+
+    def stop(self, wait_s: float = STOP_WAIT_S) -> bool:
+        """End the thread; False when it hangs in a request for longer than `wait_s`."""
+        self.halt()
         if self._thread.is_alive():
-            self._thread.join(STOP_WAIT_S)
+            self._thread.join(wait_s)
         return not self._thread.is_alive()
 
     def stats(self) -> dict[str, int | float | str]:

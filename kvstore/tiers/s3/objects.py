@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
@@ -210,11 +212,32 @@ class Objects:
         if len(items) < 2:
             yield from map(work, items)
             return
-        pool = ThreadPoolExecutor(HELPERS, "kvstore-s3")
+        waiting: deque[tuple[T, Future[R]]] = deque((item, Future()) for item in items)
+        results = deque(future for _, future in waiting)
+
+        def help_out() -> None:
+            with contextlib.suppress(IndexError):
+                while True:
+                    item, future = waiting.popleft()
+                    try:
+                        future.set_result(work(item))
+                    except BaseException as error:
+                        future.set_exception(error)
+
+        # Not an executor's threads: those would keep a process from ending while S3 hangs.
+        threads = [
+            threading.Thread(target=help_out, name=f"kvstore-s3-{number}", daemon=True)
+            for number in range(min(HELPERS, len(items)))
+        ]
+        for thread in threads:
+            thread.start()
         try:
-            yield from pool.map(work, items)
+            while results:
+                yield results.popleft().result()
         finally:
-            pool.shutdown(cancel_futures=True)
+            waiting.clear()
+            for thread in threads:
+                thread.join()
 
 
 def _keys(entries: Entries) -> set[Key]:

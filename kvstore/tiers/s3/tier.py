@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Final
@@ -32,8 +33,8 @@ OPEN_WAIT_S: Final = 10.0
 """Longest that opening waits for what is in the bucket; the rest is learnt meanwhile."""
 SAME_KEY_WAIT_S: Final = 60.0
 """Longest a writer waits for another that is writing the same key."""
-CLOSE_WAIT_S: Final = 30.0
-"""Longest `close` waits for writes under way."""
+CLOSE_WAIT_S: Final = 5.0
+"""Longest `close` waits for what is under way: as long as a store waits for its tiers."""
 
 
 class S3Tier(Tier):
@@ -179,9 +180,11 @@ class S3Tier(Tier):
             if self._closed:
                 return
             self._closed = True
+            self._keeper.halt()
+            deadline_s = time.monotonic() + CLOSE_WAIT_S
             quiet = self._lock.wait_for(lambda: not self._writing, CLOSE_WAIT_S)
-        if not (self._keeper.stop() and quiet):
-            log.error("%s: requests are still under way", self.name)
+        if not (self._keeper.stop(max(0.0, deadline_s - time.monotonic())) and quiet):
+            log.error("%s: closed while requests hang; they end by their own limits", self.name)
         self._client.close()
 
     # ------------------------------------------------------------------ parts of them
