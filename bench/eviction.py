@@ -1,0 +1,38 @@
+"""What each order of eviction hits on a trace, by cache size, and how far `auto` is from the best.
+
+    python bench/eviction.py TRACE.jsonl --blocks 512,1024,2048
+
+Prints, for each size, percent of prompt tokens that hit in the whole trace and in its second half,
+and by how many points `auto` ends above (+) or below the best fixed order in the worse of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kvstore.simulate.levels import Level
+from kvstore.simulate.replay import hit_rates
+from kvstore.simulate.traces import read_trace
+
+FIXED = ("lru", "lfu", "s3fifo", "cost")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--blocks", default="512,1024,2048,4096,8192,16384,32768")
+    options = parser.parse_args()
+    requests = read_trace(options.trace)
+    print(f"{options.trace.name}: {len(requests)} requests")
+    print(f"| blocks | {' | '.join(FIXED)} | auto | auto - best |")
+    print(f"| ---: |{' ---: |' * (len(FIXED) + 2)}")
+    for capacity in map(int, options.blocks.split(",")):
+        found = {name: hit_rates(requests, Level(capacity, name)) for name in (*FIXED, "auto")}
+        gap = min(found["auto"][part] - max(found[name][part] for name in FIXED) for part in (0, 1))
+        cells = " | ".join(f"{whole:.1f} / {half:.1f}" for whole, half in found.values())
+        print(f"| {capacity:,} | {cells} | {gap:+.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
