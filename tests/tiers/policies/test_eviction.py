@@ -133,7 +133,7 @@ def test_lru_is_held_to_rates_counted_independently() -> None:
     [(MOONCAKE, 4096), (AGENTS, 128), (AGENTS, 256), (RAG, 512)],
 )
 def test_auto_ends_no_more_than_half_a_point_below_the_best(name: str, capacity: int) -> None:
-    """Of the whole trace and of its second half; bench/eviction.py has more sizes."""
+    """Of the whole trace and of its second half; docs/decisions/0009 has more sizes."""
     requests = trace(name)
     fixed = {policy: rates(requests, capacity, policy) for policy in FIXED}
     auto = rates(requests, capacity, "auto")
