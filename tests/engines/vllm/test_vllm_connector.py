@@ -21,7 +21,7 @@ import kvstore
 from kvstore.blocks import Namespace
 from kvstore.hashing import hash_tokens
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
 PROMPT_SETS = 30
 ROUNDING = 1e-5

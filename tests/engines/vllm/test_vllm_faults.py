@@ -15,7 +15,7 @@ import pytest
 from tiny_models import write_model
 from vllm_rig import Engine, Sidecar, connector, needs_vllm, tokens, wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
 PREFETCH = {"policy": "wait_complete", "cap_ms": 3000, "min_tokens": 0}
 PROMPTS = [tokens(1, 200), tokens(1, 128) + tokens(2, 70), tokens(3, 333), tokens(4, 300)]

@@ -18,6 +18,7 @@ from vllm_rig import (
     BLOCK,
     HERE,
     LIMIT_S,
+    START_LIMIT_S,
     Engine,
     Sidecar,
     connector,
@@ -30,10 +31,9 @@ from vllm_rig import (
 
 from kvstore.hashing import hash_tokens
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
 PATIENT = {"policy": "wait_complete", "cap_ms": 20_000, "min_tokens": 0}
-SERVER_LIMIT_S = 400.0
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ class Server:
         )
 
     def wait(self) -> None:
-        wait_until(self._ready, "the server is ready", SERVER_LIMIT_S)
+        wait_until(self._ready, "the server is ready", START_LIMIT_S)
 
     def _ready(self) -> bool:
         assert self._process.poll() is None, self.log.read_text()[-4000:]
@@ -181,10 +181,10 @@ def test_several_kv_groups_are_refused_in_one_line(tmp_path: Path, sidecar: Side
     transfer = patient(sidecar.socket)
     arguments = {"model": str(gemma), "kv_transfer_config": transfer}
     hybrid = {**arguments, "disable_hybrid_kv_cache_manager": False}
-    refused = engine.try_ask("start", args=hybrid)
+    refused = engine.try_ask("start", START_LIMIT_S, args=hybrid)
     assert "--disable-hybrid-kv-cache-manager" in refused["error"] + engine.tail()
     one_group = {**arguments, "disable_hybrid_kv_cache_manager": True}
-    engine.ask("start", args=one_group)
+    engine.ask("start", START_LIMIT_S, args=one_group)
     prompt = tokens(30, 200)
     (cold,) = engine.generate([prompt], tokens=8)
     assert engine.ask("reset")["reset"]

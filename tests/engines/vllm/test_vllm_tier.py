@@ -13,7 +13,7 @@ import pytest
 from tiny_models import write_model
 from vllm_rig import Engine, Sidecar, needs_vllm, our_tier, tier, tokens, wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
 HOST_BYTES = 16 << 20
 HASH = {"prefix_caching_hash_algo": "sha256_cbor"}

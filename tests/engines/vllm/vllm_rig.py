@@ -21,6 +21,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 LIMIT_S = 180.0
 """A hang guard for tests, no measure."""
+START_LIMIT_S = 600.0
+"""The same for an engine's start, which imports and inspects for minutes on a busy machine."""
 BLOCK = 32
 
 
@@ -92,7 +94,7 @@ class Engine:
 
     def start(self, model: Path, **arguments: Any) -> None:
         """An engine of this model. Arguments: vLLM's own."""
-        self.ask("start", args={"model": str(model), **arguments})
+        self.ask("start", START_LIMIT_S, args={"model": str(model), **arguments})
 
     def generate(self, prompts: Sequence[Sequence[int]], **arguments: Any) -> list[dict[str, Any]]:
         asked = [list(prompt) for prompt in prompts]
