@@ -44,17 +44,24 @@ def taken_bytes(number: int) -> int:
 
 
 def write_forever(tier: Tier, first: int, said: int) -> None:
-    """Write blocks in threads and say each acknowledged one on descriptor `said`, until killed."""
+    """Write blocks in threads until killed. Say each acknowledged one on descriptor `said`, with
+    the bytes that had been acknowledged when its write began; a deleted one as a negative number.
+    """
+    lock, done = threading.Lock(), 0
 
     def work(thread: int) -> None:
+        nonlocal done
         buffer = FrameBuffer(MAX_BYTES)
         for count in range(first, KEYS_A_THREAD):
             number = thread * KEYS_A_THREAD + count
+            began = done
             tier.write(*buffer.fill(key_of(number), bytes_of(number)))
-            os.write(said, b"%d\n" % number)
+            with lock:
+                done += taken_bytes(number)
+            os.write(said, b"%d %d\n" % (number, began))
             if count % 17 == 3:
                 tier.delete([key_of(number)])
-                os.write(said, b"-%d\n" % number)
+                os.write(said, b"-%d 0\n" % number)
 
     threads = [threading.Thread(target=work, args=(thread,)) for thread in range(1, THREADS + 1)]
     for each in threads:
@@ -69,8 +76,11 @@ class CrashRun:
     def __init__(self, directories: Sequence[Path], *, capacity: int, seed: int) -> None:
         self.directories = list(directories)
         self.capacity = capacity
-        self.journal: dict[int, None] = {}
-        """Every block acknowledged, in that order; less those that were reclaimed."""
+        self.journal: dict[int, int] = {}
+        """Every block acknowledged, less those that were reclaimed: how many bytes had been when
+        its write began. (Not when it was said: a thread may be held up before it says so, and what
+        others write meanwhile may be all that there is room for.)"""
+        self.written_bytes = 0
         self.deleted: set[int] = set()
         self.torn = 0
         self._rng = random.Random(seed)
@@ -102,13 +112,16 @@ class CrashRun:
         assert os.WIFSIGNALED(status), "the writer ended by itself"
         # The last line may be cut by the kill: then it does not say that anything is done.
         whole = said[:-1] if len(said) > 1 else said
+        base = self.written_bytes
         for line in whole:
-            number = int(line)
+            number, began = map(int, line.split())
             if number < 0:
                 self.deleted.add(-number)
             else:
-                self.journal[number] = None
-        self.check(unsure={abs(int(line)) for line in said if line.strip(b"-\n")})
+                self.journal[number] = base + began
+                self.written_bytes += taken_bytes(number)
+        names = (line.split()[0].strip(b"-") for line in said if line.strip(b"-\n "))
+        self.check(unsure={int(name) for name in names if name})
 
     def check(self, unsure: set[int]) -> None:
         """Open, and compare with what was acknowledged.
@@ -131,20 +144,17 @@ class CrashRun:
                 gone = number in unsure and number % KEYS_A_THREAD % 17 == 3
                 assert number in numbers or gone, f"an acknowledged block is lost: {number}"
             kept = numbers | self.deleted
-            self.journal = {number: None for number in self.journal if number in kept}
-            self.journal.update(dict.fromkeys(numbers))
+            self.journal = {n: began for n, began in self.journal.items() if n in kept}
+            for number in numbers - set(self.journal):
+                self.journal[number] = 0
         finally:
             tier.close()
 
     def _must_be_there(self) -> Iterator[int]:
         """What was acknowledged and not deleted, as far back as no reclaim has come: half of the
         capacity, counted from the newest."""
-        left = self.capacity // 2
-        for number in reversed(self.journal):
-            left -= taken_bytes(number)
-            if left < 0:
-                return
-            if number not in self.deleted:
+        for number, began in self.journal.items():
+            if self.written_bytes - began <= self.capacity // 2 and number not in self.deleted:
                 yield number
 
     def _numbers(self, held: set[Key]) -> set[int]:

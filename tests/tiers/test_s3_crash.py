@@ -14,7 +14,7 @@ def test_kill_at_any_moment(s3_server: S3Server) -> None:
     """What `contains` names is whole and right, what was acknowledged is there, none is torn."""
     config = s3_server.values(s3_server.new_bucket(), linger="5ms")
     run = CrashRun(config, seed=1)
-    for _ in range(6):
+    for _ in range(20):
         run.loop()
     assert run.written
     assert run.deleted
