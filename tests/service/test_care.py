@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,12 @@ def client(sidecar: ForkedSidecar) -> Iterator[Client]:
     made.close()
 
 
+def saved(client: Client, names: Sequence[bytes]) -> None:
+    """Save, and wait until it is seen: a commit and an HTTP request come by different ways."""
+    put(client, names)
+    assert len(match(client, names)) == len(names)
+
+
 def crowd_out(sidecar: ForkedSidecar, client: Client, name: str) -> None:
     """Save more than L2 holds."""
     for number in range(2 * SLOTS // 8):
@@ -59,7 +65,7 @@ def crowd_out(sidecar: ForkedSidecar, client: Client, name: str) -> None:
 def test_a_run_named_by_its_tokens_is_pinned_and_let_go(
     sidecar: ForkedSidecar, client: Client
 ) -> None:
-    put(client, RUN)
+    saved(client, RUN)
     ask(sidecar.url, "/v1/flush", {})
     ask(sidecar.url, "/v1/clear?tier=l2", {})
     answer = ask(sidecar.url, "/v1/pin", {"tokens": TOKENS})
@@ -76,7 +82,7 @@ def test_a_run_named_by_its_tokens_is_pinned_and_let_go(
 
 def test_the_salt_names_another_run(sidecar: ForkedSidecar, client: Client) -> None:
     salted = hash_tokens(TOKENS, block_tokens=NAMESPACE.block_tokens, cache_salt="a")
-    put(client, salted)
+    saved(client, salted)
     body = {"tokens": TOKENS, "cache_salt": "a"}
     assert ask(sidecar.url, "/v1/pin", body)["pinned"] == len(salted)
     assert ask(sidecar.url, "/v1/pin", {"tokens": TOKENS, "cache_salt": "b"})["pinned"] == 0
@@ -85,7 +91,7 @@ def test_the_salt_names_another_run(sidecar: ForkedSidecar, client: Client) -> N
 
 def test_more_than_the_budget_is_not_pinned(sidecar: ForkedSidecar, client: Client) -> None:
     names = hashes_of("long", PINS + 5)
-    put(client, names)
+    saved(client, names)
     body = {"hashes": [name.hex() for name in names]}
     answer = ask(sidecar.url, "/v1/pin", body)
     assert answer["pinned"] == PINS
@@ -95,7 +101,7 @@ def test_more_than_the_budget_is_not_pinned(sidecar: ForkedSidecar, client: Clie
 
 def test_warming_over_http(sidecar: ForkedSidecar, client: Client) -> None:
     names = hashes_of("warm", 6)
-    put(client, names)
+    saved(client, names)
     ask(sidecar.url, "/v1/flush", {})
     ask(sidecar.url, "/v1/clear?tier=l2", {})
     warmed = ask(sidecar.url, "/v1/warm", {"share": 0.5})["warmed"]
@@ -146,7 +152,7 @@ def test_only_the_administrator_may(tmp_path: Path) -> None:
             with pytest.raises(TierUnavailable, match="401"):
                 ask(made.url, path, body, token=token)
     client = Client(made.socket, NAMESPACE, token="token-a", wait_ready_s=30.0)
-    put(client, RUN)
+    saved(client, RUN)
     mine = {"tokens": TOKENS, "tenant": "team-a"}
     assert ask(made.url, "/v1/pin", mine, token="of the admin")["pinned"] == len(RUN)
     other = {"tokens": TOKENS, "tenant": "team-b"}
@@ -156,7 +162,7 @@ def test_only_the_administrator_may(tmp_path: Path) -> None:
 
 
 def test_the_commands(sidecar: ForkedSidecar, client: Client, tmp_path: Path) -> None:
-    put(client, RUN)
+    saved(client, RUN)
     tokens = tmp_path / "tokens"
     tokens.write_text(json.dumps(TOKENS))
     hashes = tmp_path / "hashes"
