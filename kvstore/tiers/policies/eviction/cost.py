@@ -62,6 +62,9 @@ class Cost(Generic[K]):
         self._last = (-1, 0)
         """(place, rank) of the key used last."""
 
+    def __len__(self) -> int:
+        return len(self._uses)
+
     def asked(self, run: Sequence[K]) -> None:
         self._last = (-1, 0)
         coming = self._coming

@@ -15,12 +15,13 @@ the agent traces lose up to two points; 3 costs the conversation trace as much."
 
 _MIX: Final = 0x9E3779B97F4A7C15
 _WORD: Final = 0xFFFF_FFFF_FFFF_FFFF
-_TAG_BITS: Final = 28
+_TAG: Final = 0xFFFF_FFF0
+"""Where in an entry the key's tag is: the low 28 bits of its mixed hash. Its uses are below."""
 
 
 def mixed(key: Hashable) -> int:
     """64 bits of the key in which the high ones depend on all of its hash (Fibonacci hashing)."""
-    return (hash(key) * _MIX) & _WORD
+    return hash(key) * _MIX & _WORD
 
 
 class PastUses:
@@ -37,12 +38,12 @@ class PastUses:
 
     def get(self, key: Hashable) -> int:
         """Uses kept for the key; 0 when none are."""
-        word = mixed(key)
+        word = hash(key) * _MIX & _WORD
         entry = self._table[word >> self._shift]
-        return entry & USES_MAX if entry >> 4 == word & ((1 << _TAG_BITS) - 1) else 0
+        return 0 if (entry ^ word << 4) & _TAG else entry & USES_MAX
 
     def keep(self, key: Hashable, uses: int) -> None:
         """The key left after so many uses."""
         assert 0 < uses <= USES_MAX
-        word = mixed(key)
-        self._table[word >> self._shift] = (word & ((1 << _TAG_BITS) - 1)) << 4 | uses
+        word = hash(key) * _MIX & _WORD
+        self._table[word >> self._shift] = word << 4 & _TAG | uses
