@@ -3,7 +3,8 @@
     python bench/eviction.py TRACE.jsonl --blocks 512,1024,2048
 
 Prints, for each size, percent of prompt tokens that hit in the whole trace and in its second half,
-and by how many points `auto` ends above (+) or below the best fixed order in the worse of the two.
+and by how many points `auto` ends above (+) or below the best fixed order in the worse of the two;
+"optimum" is what hits when the future is known.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 from pathlib import Path
 
 from kvstore.simulate.levels import Level
+from kvstore.simulate.optimal import optimal_hit_rates
 from kvstore.simulate.replay import hit_rates
 from kvstore.simulate.traces import read_trace
 
@@ -25,13 +27,14 @@ def main() -> None:
     options = parser.parse_args()
     requests = read_trace(options.trace)
     print(f"{options.trace.name}: {len(requests)} requests")
-    print(f"| blocks | {' | '.join(FIXED)} | auto | auto - best |")
-    print(f"| ---: |{' ---: |' * (len(FIXED) + 2)}")
+    print(f"| blocks | {' | '.join(FIXED)} | auto | auto - best | optimum |")
+    print(f"| ---: |{' ---: |' * (len(FIXED) + 3)}")
     for capacity in map(int, options.blocks.split(",")):
         found = {name: hit_rates(requests, Level(capacity, name)) for name in (*FIXED, "auto")}
         gap = min(found["auto"][part] - max(found[name][part] for name in FIXED) for part in (0, 1))
         cells = " | ".join(f"{whole:.1f} / {half:.1f}" for whole, half in found.values())
-        print(f"| {capacity:,} | {cells} | {gap:+.2f} |", flush=True)
+        optimum = "{:.1f} / {:.1f}".format(*optimal_hit_rates(requests, capacity))
+        print(f"| {capacity:,} | {cells} | {gap:+.2f} | {optimum} |", flush=True)
 
 
 if __name__ == "__main__":
