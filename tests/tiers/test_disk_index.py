@@ -52,3 +52,13 @@ def test_the_index_forgets_only_what_still_lies_there() -> None:
     assert index.remove(key_of(1), pack_place(1, 5, 2))
     assert len(index) == 0
     assert key_of(1) not in index
+
+
+def test_a_run_and_mixed_keys_are_looked_up_alike() -> None:
+    index = Index()
+    keys = [key_of(number, tenant=tenant) for number in range(5) for tenant in ("a", "b")]
+    for key in keys[:7]:
+        index.put(key, pack_place(0, 1, 2))
+    for asked in ([], keys, keys[::2], keys[1::2], [key_of(0, tenant="c")], keys[6:8]):
+        assert index.held(asked) == [key in index for key in asked]
+    assert index.held(keys) == [True] * 7 + [False] * 3

@@ -89,9 +89,8 @@ class DiskTier(Tier):
     def contains(self, keys: Sequence[Key]) -> list[bool]:
         with self._lock:
             self._look()
-            index = self._shared.index
             if self._stripes.all_up():
-                return [key in index for key in keys]
+                return self._shared.index.held(keys)
             return [self._find(key) is not None for key in keys]
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
