@@ -32,7 +32,7 @@ LEAD_KEYS: Final = 3
 """and by these keys."""
 FOLLOW_SCAN: Final = 64
 """Keys at the cold end among which one that the followed shadow does not hold goes first. With it
-a change of policy takes effect sooner: agents at 56 to 90 blocks lost up to 1.4 points without."""
+a change of policy takes effect sooner: small caches gained up to 0.8 points (RAG at 7 blocks)."""
 START: Final = "lfu"
 """Followed at first: the best single default (docs/decisions/0009-eviction.md)."""
 
