@@ -207,6 +207,32 @@ def test_a_block_that_lies_twice_stays_deleted(places: list[Path], buffer: Frame
         tier.close()
 
 
+def test_what_was_written_anew_elsewhere_and_deleted_does_not_come_back(
+    places: list[Path], buffer: FrameBuffer
+) -> None:
+    """A disk fails and is left alone; its blocks are written again on the others, then deleted."""
+    files = FaultyFiles(only=places[1])
+    tier = open_stripes(places, files)
+    keys = put(tier, buffer, range(30))
+    files.failing = {"read": errno.EIO}
+    for key in keys:
+        tier.read(key, buffer.header, buffer.payload)
+    files.failing = {}
+    lost = [key for key, has in zip(keys, tier.contains(keys), strict=True) if not has]
+    assert lost, "no block lay on the disk that failed"
+    for key in lost:
+        tier.write(*buffer.fill(key, 20_000))
+    tier.delete(keys[::2])
+    tier.close()
+    tier = open_stripes(places)
+    assert held(tier, buffer, keys) == keys[1::2]
+    tier.delete(keys)
+    tier.close()
+    tier = open_stripes(places)
+    assert held(tier, buffer, keys) == []
+    tier.close()
+
+
 def test_each_directory_is_locked(places: list[Path]) -> None:
     tier = open_stripes(places[:2])
     with pytest.raises(ConfigError, match="in use"):

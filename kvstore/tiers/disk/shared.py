@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.tiers.disk.index import MAX_SLOTS, Index
+from kvstore.blocks import Key
+from kvstore.tiers.disk.index import MAX_SLOTS, Index, pack_place, unpack_place
 from kvstore.tiers.disk.segment import Segment
 
 AGE_PARTS = 8
 """With a time to live, a segment takes frames for this part of it, so that all of them go when
 the first one must and none much earlier."""
+OVERTAKEN_MAX = 1 << 16
+"""Blocks whose older copies are remembered; see `Shared.overtaken`."""
 CHECKPOINT_BYTES = 1 << 30
 """Frames written to a segment since its last checkpoint that are worth another one."""
 
@@ -60,6 +64,7 @@ class Shared:
         self.expired = 0
         """Of these, the ones whose time was over."""
         self.torn = 0
+        self._overtaken: OrderedDict[Key, list[tuple[Segment, int]]] = OrderedDict()
         self._held = 0
         self._uses = 0
 
@@ -69,6 +74,30 @@ class Shared:
         segment.users += 1
         self.segments[segment.slot] = segment
         self.touch(segment)
+
+    def put(self, key: Key, segment: Segment, page: int, pages: int) -> None:
+        """A frame is written, and visible from now on.
+
+        An older one of the same key lies where it could not be had: its directory was left alone.
+        Who deletes the key must find that too, or it would be back after a restart.
+        """
+        old = self.index.get(key)
+        if old:
+            slot, old_page, _ = unpack_place(old)
+            self._overtaken.setdefault(key, []).append((self.segments[slot], old_page))
+            if len(self._overtaken) > OVERTAKEN_MAX:
+                self._overtaken.popitem(last=False)
+        self.index.put(key, pack_place(segment.slot, page, pages))
+
+    def take_out(self, key: Key) -> list[tuple[Segment, int]]:
+        """Take a key out of the index: where its frames lie (segment, page), to be killed there."""
+        found = self._overtaken.pop(key, [])
+        place = self.index.get(key)
+        if place:
+            slot, page, _ = unpack_place(place)
+            self.index.remove(key, place)
+            found.append((self.segments[slot], page))
+        return [(segment, page) for segment, page in found if not segment.dead]
 
     def leave(self, segment: Segment) -> int:
         """Take a segment and its blocks out; how many these were."""

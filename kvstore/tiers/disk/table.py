@@ -11,7 +11,7 @@ from kvstore.blocks import Key
 from kvstore.errors import TierFull
 from kvstore.tiers.disk.directory import LOCK_BYTES
 from kvstore.tiers.disk.files import PAGE, Files
-from kvstore.tiers.disk.index import MAX_SLOTS, pack_place
+from kvstore.tiers.disk.index import MAX_SLOTS
 from kvstore.tiers.disk.recover import fill, recover
 from kvstore.tiers.disk.segment import Segment
 from kvstore.tiers.disk.shared import Limits, Shared
@@ -149,7 +149,7 @@ class Table:
             self._shared.evictions += 1
         elif written:
             segment.entries.add(key, page, pages)
-            self._shared.index.put(key, pack_place(segment.slot, page, pages))
+            self._shared.put(key, segment, page, pages)
             self.touch(segment)
         segment.writing.discard(page)
         self.writes -= 1

@@ -159,21 +159,18 @@ class DiskTier(Tier):
         for key in keys:
             with self._lock:
                 self._look()
-                place = self._shared.index.get(key)
-                if not place:
-                    continue
-                slot, page, _ = unpack_place(place)
-                self._shared.index.remove(key, place)
-                segment = self._shared.segments[slot]
-                self._shared.hold(segment)
-            try:
-                segment.kill(self._files, page)
-            except OSError as error:
-                # It is gone for this process; after a restart its header or its bytes tell.
-                self._count_fault()
-                log.warning("a deletion in %s is not on disk: %s", segment.path, error)
-            finally:
-                self._stripes.of(segment).drop(segment)
+                places = self._shared.take_out(key)
+                for segment, _ in places:
+                    self._shared.hold(segment)
+            for segment, page in places:
+                try:
+                    segment.kill(self._files, page)
+                except OSError as error:
+                    # It is gone for this process; after a restart its header or its bytes tell.
+                    self._count_fault()
+                    log.warning("a deletion in %s is not on disk: %s", segment.path, error)
+                finally:
+                    self._stripes.of(segment).drop(segment)
 
     def usage(self) -> Iterator[tuple[Key, int]]:
         """Blocks of the most recently used segment first; in each, as they were written."""
