@@ -21,7 +21,8 @@ from kvstore.connectors.vllm.settings import (
     connector_settings,
 )
 from kvstore.connectors.vllm.stores import EMBEDDED, open_store
-from kvstore.connectors.vllm.weights import fingerprint, fingerprint_of_name
+from kvstore.connectors.vllm.weights import fingerprint_of_name
+from kvstore.connectors.weights import fingerprint
 from kvstore.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvstore.connectors.sglang.settings import BackendSettings
-from kvstore.connectors.vllm.weights import fingerprint
+from kvstore.connectors.weights import fingerprint
 
 CHANGES_KV: Final = ("dtype", "quantization", "json_model_override_args")
 """Arguments that make other KV of the same weights."""

@@ -1,9 +1,6 @@
-"""Which weights an engine computes with, as a word: two that differ must not share blocks.
+"""Which weights vLLM computes with, as a word: two that differ must not share blocks.
 
-A model on the hub has a commit. A local folder has none, and the same path may hold other weights
-tomorrow: a fingerprint of its files takes the commit's place. Reading gigabytes is out of the
-question at an engine's start; weights that differ anywhere do so nearly everywhere, so samples of
-each file are enough, and the metadata of the files (size, names) come for nothing.
+A model on the hub has a commit; a local folder has `connectors.weights.fingerprint`.
 """
 
 from __future__ import annotations
@@ -14,10 +11,8 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-SAMPLE_BYTES: Final = 64 << 10
-SAMPLES: Final = 32
-"""Samples of each file, evenly spread, the first and the last bytes among them."""
-WEIGHT_FILES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+from kvstore.connectors.weights import fingerprint
+
 STATIC_ROPES: Final = ("default", "linear", "llama3", "yarn", "mrope")
 """Kinds of RoPE whose angles do not depend on the longest context an engine is started with."""
 NOT_THE_MODEL: Final = ("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype")
@@ -50,23 +45,6 @@ def fingerprint_of_name(name: str) -> tuple[str, str]:
     config = path / "config.json"
     digest = hashlib.sha256(config.read_bytes() if config.exists() else b"").hexdigest()[:8]
     return path.name, f"{fingerprint(path)}-{digest}"
-
-
-def fingerprint(path: Path) -> str:
-    """16 hex digits: names, sizes and samples of the files of weights in a folder (or of one)."""
-    files = [path] if path.is_file() else sorted(path.iterdir())
-    digest = hashlib.sha256()
-    for file in files:
-        if not file.name.endswith(WEIGHT_FILES):
-            continue
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size};".encode())
-        last = max(0, size - SAMPLE_BYTES)
-        with file.open("rb") as opened:
-            for start in sorted({last * number // (SAMPLES - 1) for number in range(SAMPLES)}):
-                opened.seek(start)
-                digest.update(opened.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def config_digest(model_config: Any) -> str:
