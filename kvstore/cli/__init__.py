@@ -33,7 +33,7 @@ _EXTRAS = {
     "jinja2": "engine",
     "redis": "redis",
     "boto3": "s3",
-    "httpx": "demo",
+    "httpx": "bench",
     "openai": "bench",
     "matplotlib": "bench",
     "cbor2": "bench",
