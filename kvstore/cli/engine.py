@@ -39,6 +39,8 @@ class Joining:
     policy: PrefetchPolicy
     deadline_ms: float
     min_load_tokens: int
+    kv_format: str = "plain"
+    """How its blocks are kept in slots: one of `kernels.formats.STORAGES`."""
 
 
 def engine_command(
@@ -61,6 +63,13 @@ def engine_command(
     ] = 0.0,
     block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
+    kv_format: Annotated[
+        str,
+        typer.Option(
+            help="How blocks are kept in the store: plain; planes, split into byte planes by the "
+            "device; or int8, lossy, about half the bytes of bfloat16. Engines that share agree."
+        ),
+    ] = "plain",
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the KV pool, instead of --kv-memory.")
     ] = None,
@@ -107,6 +116,7 @@ def engine_command(
         build_prefetch_policy(settings),
         settings.prefetch.cap_ms,
         settings.prefetch.min_tokens,
+        kv_format,
     )
     listening = listen(host, port)
     loaded = _load(model, seed, dtype, device)
@@ -210,6 +220,7 @@ def _join(
 
         return None, NoHooks(block_tokens)
     from kvstore.connectors.reference import ReferenceHooks
+    from kvstore.kernels import BlockFormat
     from kvstore.wire import connect
 
     if os.path.exists(joining.socket) and not stat.S_ISSOCK(os.stat(joining.socket).st_mode):
@@ -219,7 +230,7 @@ def _join(
         )
     client = connect(
         joining.socket,
-        loaded.namespace(block_tokens),
+        BlockFormat(storage=joining.kv_format).namespace(loaded.namespace(block_tokens)),
         token=joining.token or None,
         name="kvstore engine",
         wait_ready_s=joining.wait_store_s,

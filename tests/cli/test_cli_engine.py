@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from sidecar_rig import ForkedSidecar
 
 from kvstore.cli import main
 
@@ -59,6 +60,7 @@ def test_it_serves_and_ends_on_a_signal() -> None:
             ["best_efort", "'best_effort'"],
         ),
         (["--model", "random", "--store", "/dev"], ["'/dev'", "--socket"]),
+        (["--model", "random", "--store", "/none.sock", "--kv-format", "int4"], ["'int4'", "int8"]),
         (["--model", "random", "--prefetch", "best_efort"], ["best_efort", "'best_effort'"]),
     ],
 )
@@ -91,6 +93,39 @@ def test_a_file_says_how_to_wait_and_hash_and_options_win(tmp_path: Path) -> Non
     assert build_prefetch_policy(read).name == "best_effort"
     assert build_prefetch_policy(read).cap_ms == 9.0
     assert (read.hash.algorithm, read.hash.seed) == ("xxhash_cbor", "b")
+
+
+@pytest.mark.parametrize(("kv_format", "share"), [("planes", 1.0), ("int8", 20 / 64)])
+def test_engines_of_one_kv_format_share_and_no_others(
+    kv_format: str, share: float, tmp_path: Path
+) -> None:
+    """share: a block's bytes in a slot, of those it takes plain (float32, head_dim 16)."""
+    from kvstore.cli.engine import Joining, _join
+    from kvstore.engine.loader import random_model
+    from kvstore.engine.loop import Engine
+    from kvstore.engine.runner import Runner
+    from kvstore.tiers.policies.prefetch import WaitComplete
+
+    loaded = random_model(0, layers=1, hidden=16, heads=1, kv_heads=1, vocab=300)
+
+    def cached_and_bytes(stored_as: str, socket: str) -> tuple[int, int]:
+        runner = Runner(loaded, 64, 4)
+        joining = Joining(socket, "", 20.0, WaitComplete(cap_ms=2e4), 2e4, 0, stored_as)
+        client, hooks = _join(loaded, runner, 8, 4, joining)
+        engine = Engine(loaded, num_pages=64, page_tokens=4, hooks=hooks, runner=runner)
+        (output,) = engine.generate([[5] * 40], max_tokens=4)
+        engine.check()
+        engine.close()
+        client.close()
+        return output.cached.get("l2", 0), client.namespace.block_bytes
+
+    sidecar = ForkedSidecar(tmp_path)
+    assert cached_and_bytes("plain", sidecar.socket)[0] == 0
+    hit, plain_bytes = cached_and_bytes("plain", sidecar.socket)
+    assert hit == 36, "of 40 tokens, the whole pages before the last token"
+    assert cached_and_bytes(kv_format, sidecar.socket) == (0, plain_bytes * share)
+    assert cached_and_bytes(kv_format, sidecar.socket)[0] == 36
+    assert sidecar.stop() == 0
 
 
 def test_a_port_in_use_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
