@@ -117,11 +117,12 @@ def copiers(
         yield "torch", lambda: DeviceCopier(pool, form)
         return
     from kvstore.kernels.cuda_copier import CudaCopier
+    from kvstore.kernels.cuda_device import CudaDevice
     from kvstore.kernels.launchers import CupyLauncher, Launcher, TritonLauncher
 
     def mapped(path: CopyPath, launcher: type[CupyLauncher] | type[TritonLauncher]) -> Copier:
         made: Launcher = launcher(pool.device)
-        copier = CudaCopier(pool, form, path=path, launcher=made)
+        copier = CudaCopier(pool, form, path=path, device=CudaDevice(pool.device, made))
         copier.map_slab(slab)
         return copier
 

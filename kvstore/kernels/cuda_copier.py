@@ -5,8 +5,7 @@ without a staging copy by the host. Copies run on streams of their own beside th
 caller orders them with `mark`, and nothing here waits for the whole device. A copy takes one of two
 paths (`paths`). Slots outside every mapped slab go through torch.
 
-Streams, events and memory are torch's; only the kernels' launch is a `launchers.Launcher`: the CUDA
-source through cupy, or Triton.
+Streams, events and memory are a `cuda_device.Device`'s, torch's where there is a GPU.
 
 One thread at a time calls a copier. Copies of one copier run in the order of the calls.
 """
@@ -14,32 +13,31 @@ One thread at a time calls a copier. Copies of one copier run in the order of th
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 
 from kvstore.kernels.base import FINISHED, SKIP, Event, Plans, as_layout
+from kvstore.kernels.cuda_device import CudaDevice, Device
 from kvstore.kernels.formats import PLAIN, BlockFormat, dtype_name
-from kvstore.kernels.launchers import Launcher, Tables, launcher_for
+from kvstore.kernels.launchers import Tables
 from kvstore.kernels.layout import PoolLayout
 from kvstore.kernels.paths import STAGING_BYTES, Direction, Path, path_for
 from kvstore.kernels.plan import CopyPlan
 from kvstore.kernels.slabs import SlabMap, SlotAddresses
-from kvstore.kernels.torch_copier import DeviceCopier, TorchEvent, device_mark
+from kvstore.kernels.torch_copier import DeviceCopier, device_mark
 from kvstore.verbs import SlotBuffer
-
-log = logging.getLogger(__name__)
 
 
 class CudaCopier:
     """The copier of a pool on a CUDA device.
 
     path: takes this path always, where it can; None chooses by size.
-    launcher: of the kernels; None: the CUDA source where cupy is installed, else Triton.
+    device: where copies are queued; None: the pool's own, a CUDA device.
+    staging_bytes: device memory of the copy engine's path, both halves together.
     """
 
     def __init__(
@@ -48,23 +46,20 @@ class CudaCopier:
         form: BlockFormat = PLAIN,
         *,
         path: Path | None = None,
-        launcher: Launcher | None = None,
+        device: Device | None = None,
+        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._pool = as_layout(pool)
-        device = self._pool.device
-        assert device.type == "cuda", f"a pool on a CUDA device, not on {device}"
         self._path = path
         self._plans = Plans(self._pool, form)
-        self._device = functools.partial(torch.cuda.device, device)
-        self._launcher = launcher_for(device) if launcher is None else launcher
+        self._device = CudaDevice(self._pool.device) if device is None else device
         self._unmapped = DeviceCopier(self._pool, form)
-        self._slabs = SlabMap(self._launcher.runtime, self._device)
+        self._slabs = SlabMap(self._device.runtime, self._device.entered)
         self._row_tables: dict[int, torch.Tensor] = {}
-        with self._device():
-            self._lanes = [self._launcher.stream(), self._launcher.stream()]
-        self._staging = _staging(device)
-        for lane in self._lanes:  # the allocator's memory may still be in use by earlier work
-            lane.wait_stream(torch.cuda.current_stream(device))
+        self._half_bytes = staging_bytes // 2
+        with self._device.entered():
+            self._lanes = [self._device.lane(), self._device.lane()]
+            self._staging = self._device.memory(2 * self._half_bytes)
 
     def gather(self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]) -> Event:
         addresses = self._slabs.addresses(slots)
@@ -90,7 +85,7 @@ class CudaCopier:
             return [FINISHED] * self._pool.layers
         lane = self._lanes[0]
         events: list[Event] = []
-        with self._device():
+        with self._device.entered():
             uploaded = self._upload(lane, table, addresses.device)
             for layer in range(self._pool.layers):
                 plan = self._plans.of(table.shape[1], layer)
@@ -107,7 +102,7 @@ class CudaCopier:
 
     def close(self) -> None:
         for lane in self._lanes:
-            lane.synchronize()
+            self._device.drain(lane)
         self._slabs.clear()
 
     # ---- the two paths ----
@@ -116,7 +111,7 @@ class CudaCopier:
         if not len(table):
             return FINISHED
         plan = self._plans.of(table.shape[1])
-        with self._device():
+        with self._device.entered():
             if self._path_of(plan, table, direction) is Path.COPY_ENGINE:
                 return self._through_staging(plan, table, addresses, direction)
             lane = self._lanes[0]
@@ -133,7 +128,7 @@ class CudaCopier:
 
     def _blocks_staged(self, plan: CopyPlan) -> int:
         """Blocks that one half of the staging buffer holds."""
-        return STAGING_BYTES // 2 // plan.block_bytes
+        return self._half_bytes // plan.block_bytes
 
     def _through_staging(
         self, plan: CopyPlan, table: np.ndarray, addresses: SlotAddresses, direction: Direction
@@ -141,13 +136,13 @@ class CudaCopier:
         """Groups of blocks, alternating between the two lanes and halves."""
         assert self._staging is not None
         first, second = self._lanes
-        second.wait_stream(first)
+        self._device.after(second, first)
         kept: list[torch.Tensor] = []
         size = self._blocks_staged(plan)
         for group, start in enumerate(range(0, len(table), size)):
             lane = self._lanes[group % 2]
             pages, hosts = table[start : start + size], addresses.host[start : start + size]
-            half = self._staging[group % 2 * (STAGING_BYTES // 2) :]
+            half = self._staging[group % 2 * self._half_bytes :]
             staged = np.arange(len(pages), dtype=np.uint64) * np.uint64(plan.block_bytes)
             staged += np.uint64(half.data_ptr())
             uploaded = self._upload(lane, pages, staged)
@@ -157,47 +152,40 @@ class CudaCopier:
             self._move(lane, half, hosts, plan.block_bytes, direction)
             if direction is Direction.H2D:
                 self._launch(lane, plan, len(pages), uploaded, direction)
-        first.wait_stream(second)
+        self._device.after(first, second)
         return self._event(first, kept)
 
     def _move(
         self,
-        lane: torch.cuda.Stream,
+        lane: Any,
         half: torch.Tensor,
         hosts: np.ndarray,
         block_bytes: int,
         direction: Direction,
     ) -> None:
         """Whole blocks between staging and slots, neighbouring slots in one copy."""
-        with torch.cuda.stream(lane):
-            for first, count in _neighbours(hosts, block_bytes):
-                staged = half[first * block_bytes : (first + count) * block_bytes]
-                memory = (ctypes.c_byte * (count * block_bytes)).from_address(int(hosts[first]))
-                host = torch.frombuffer(memory, dtype=torch.uint8)
-                if direction is Direction.D2H:
-                    host.copy_(staged, non_blocking=True)
-                else:
-                    staged.copy_(host, non_blocking=True)
+        for first, count in _neighbours(hosts, block_bytes):
+            staged = half[first * block_bytes : (first + count) * block_bytes]
+            memory = (ctypes.c_byte * (count * block_bytes)).from_address(int(hosts[first]))
+            host = torch.frombuffer(memory, dtype=torch.uint8)
+            if direction is Direction.D2H:
+                self._device.copy(lane, host, staged)
+            else:
+                self._device.copy(lane, staged, host)
 
     # ---- launches ----
 
-    def _upload(
-        self, lane: torch.cuda.Stream, table: np.ndarray, slots: np.ndarray
-    ) -> torch.Tensor:
-        """Slot addresses, then page ids, on the device: by a copy of the lane's from pinned
-        memory, which torch keeps until it has run."""
+    def _upload(self, lane: Any, table: np.ndarray, slots: np.ndarray) -> torch.Tensor:
+        """Slot addresses, then page ids, on the device."""
         pages = np.ascontiguousarray(table, dtype=np.int32).reshape(-1)
-        words = len(slots) + (len(pages) + 1) // 2
-        pinned = torch.empty(words, dtype=torch.int64, pin_memory=True)
-        view = pinned.numpy()
-        view[: len(slots)] = slots.view(np.int64)
-        view[len(slots) :].view(np.int32)[: len(pages)] = pages
-        with torch.cuda.stream(lane):
-            return pinned.to(self._pool.device, non_blocking=True)
+        words = np.zeros(len(slots) + (len(pages) + 1) // 2, dtype=np.int64)
+        words[: len(slots)] = slots.view(np.int64)
+        words[len(slots) :].view(np.int32)[: len(pages)] = pages
+        return self._device.upload(lane, words)
 
     def _launch(
         self,
-        lane: torch.cuda.Stream,
+        lane: Any,
         plan: CopyPlan,
         blocks: int,
         uploaded: torch.Tensor,
@@ -207,32 +195,21 @@ class CudaCopier:
         pages = uploaded[blocks:].view(torch.int32)[:words].view(blocks, plan.pages_per_block)
         tables = Tables(self._row_table(plan), uploaded[:blocks], pages)
         dtype = dtype_name(self._pool.dtype)
-        self._launcher.launch(lane, plan, dtype, tables, into_slots=direction is Direction.D2H)
+        self._device.launch(lane, plan, dtype, tables, into_slots=direction is Direction.D2H)
 
     def _row_table(self, plan: CopyPlan) -> torch.Tensor:
-        """The plan's rows on the device; uploaded once, before anything uses it."""
+        """The plan's rows on the device, uploaded once, on the first lane; the second waits."""
         found = self._row_tables.get(id(plan))
         if found is None:
-            lane = self._lanes[0]
-            with torch.cuda.stream(lane):
-                found = torch.from_numpy(plan.table().view(np.int64)).to(self._pool.device)
-            lane.synchronize()
+            first, second = self._lanes
+            rows = plan.table()
+            found = self._device.upload(first, rows.view(np.int64).reshape(-1)).view(rows.shape)
+            self._device.after(second, first)
             self._row_tables[id(plan)] = found
         return found
 
-    def _event(self, lane: torch.cuda.Stream, kept: object) -> Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(lane)
-        return TorchEvent(event, self._pool.device, kept)
-
-
-def _staging(device: torch.device) -> torch.Tensor | None:
-    """Memory for the copy engine's path; without it, kernels do everything."""
-    try:
-        return torch.empty(STAGING_BYTES, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
-        log.warning("no %d bytes on %s for staging; copies go by kernels", STAGING_BYTES, device)
-        return None
+    def _event(self, lane: Any, kept: object) -> Event:
+        return self._device.event(lane, kept)
 
 
 def _neighbours(hosts: np.ndarray, block_bytes: int) -> Iterator[tuple[int, int]]:

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
-import shutil
-import subprocess
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cuda_shim import Shim
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool_cases import Case, Sizes, bits, cases, clone, crafted, make_pool
 
 from kvstore.kernels import BlockFormat, PoolLayout, reference
 from kvstore.kernels.base import Plans
-from kvstore.kernels.cuda_source import (
-    CUDA_SOURCE,
-    KERNELS,
-    LANES,
-    kernel_name,
-    launch_shape,
-    launch_sizes,
-)
+from kvstore.kernels.cuda_source import CUDA_SOURCE, KERNELS, LANES, launch_shape
 from kvstore.kernels.formats import dtype_name
-from kvstore.kernels.plan import CopyPlan
 
 torch.set_num_threads(1)
 
-HERE = Path(__file__).parent
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SPILLING_SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(1024) spilling(float* a) {
@@ -43,8 +30,6 @@ extern "C" __global__ void __launch_bounds__(1024) spilling(float* a) {
     for (int i = 0; i < 256; i++) a[threadIdx.x + i * 1024] = x[i] * x[(i * 37 + 11) % 256];
 }
 """
-COMPILE = ("-std=c++17", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-shared", "-fPIC")
-TRAPS = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-pthread")
 
 
 def compile_with_nvrtc(source: str, architecture: str) -> str:
@@ -89,61 +74,6 @@ def test_a_spill_would_be_seen() -> None:
     assert spilled_bytes(compile_with_nvrtc(SPILLING_SOURCE, "sm_90"))["spilling"] > 0
 
 
-class Shim:
-    """The kernels as a library for this CPU."""
-
-    def __init__(self, path: Path) -> None:
-        self.library = ctypes.CDLL(str(path))
-        self.library.launch.restype = ctypes.c_ulonglong
-        self.library.launch.argtypes = [
-            *(ctypes.c_void_p, ctypes.c_int, *[ctypes.c_uint] * 3),
-            *[ctypes.c_void_p] * 5,
-        ]
-
-    def run(
-        self,
-        plan: CopyPlan,
-        dtype: torch.dtype,
-        table: np.ndarray,
-        slots: Sequence[np.ndarray],
-        *,
-        into_slots: bool,
-        shape: tuple[int, int, int] | None = None,
-    ) -> None:
-        """One launch. shape: grid x, block x and block y; None is the one used on a device."""
-        name = kernel_name(plan, dtype_name(dtype), into_slots=into_slots)
-        grid, block = launch_shape(table.size * plan.runs_per_page)
-        counts, strides = launch_sizes(plan, len(table))
-        arrays = (
-            plan.table(),
-            np.array([slot.ctypes.data for slot in slots], dtype=np.uint64),
-            np.ascontiguousarray(table, dtype=np.int32),
-            np.array(counts, dtype=np.uint32),
-            np.array(strides, dtype=np.uint64),
-        )
-        misaligned = self.library.launch(
-            ctypes.cast(getattr(self.library, name), ctypes.c_void_p),
-            int(plan.storage == "int8"),
-            *(shape or (grid[0], block[0], block[1])),
-            *(array.ctypes.data for array in arrays),
-        )
-        assert misaligned == 0
-
-
-@pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Shim:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
-    folder = tmp_path_factory.mktemp("shim")
-    parts = ((HERE / "cuda_shim.h"), (HERE / "cuda_shim_launch.h"))
-    texts = [part.read_text() for part in parts]
-    (folder / "kernels.cpp").write_text(texts[0] + CUDA_SOURCE + texts[1])
-    files = ("-o", folder / "kernels.so", folder / "kernels.cpp")
-    subprocess.run([compiler, *COMPILE, *TRAPS, *files], check=True, timeout=120)
-    return Shim(folder / "kernels.so")
-
-
 def check(
     shim: Shim, case: Case, *, into_slots: bool, layer: int | None = None, **shape: Any
 ) -> None:
@@ -161,7 +91,7 @@ def check(
         wanted = [bytearray(slot) for slot in case.slots]
         reference.scatter(expected, case.pages, case.views(), case.form)
     table = np.array(case.pages, dtype=np.int32)
-    shim.run(plan, case.pool.dtype, table, slots, into_slots=into_slots, **shape)
+    shim.run(plan, dtype_name(case.pool.dtype), table, slots, into_slots=into_slots, **shape)
     assert case.slots == wanted
     assert bits(case.pool) == (before if into_slots else bits(expected))
 
@@ -262,7 +192,7 @@ def test_any_alignment_is_right(
     copy = reference.gather if into_slots else reference.scatter
     copy(their_pool, [[2, 0]], [their_slot], form)
     plan = Plans(pool, form).of(2)
-    shim.run(plan, dtype, np.array([[2, 0]]), [slot], into_slots=into_slots)
+    shim.run(plan, dtype_name(dtype), np.array([[2, 0]]), [slot], into_slots=into_slots)
     assert (slot_room == expected_slot).all()
     assert torch.equal(room, expected_room)
 
@@ -277,7 +207,7 @@ def test_one_layer_touches_that_layer_only(shim: Shim) -> None:
     reference.scatter(whole, [[2]], [memoryview(slot)], form)
     before = [sheet.clone() for sheet in pool.sheets]
     plans = Plans(pool, form)
-    shim.run(plans.of(1, 1), pool.dtype, np.array([[2]]), [slot], into_slots=False)
+    shim.run(plans.of(1, 1), dtype_name(pool.dtype), np.array([[2]]), [slot], into_slots=False)
     for number, sheet in enumerate(pool.sheets):
         wanted = whole.sheets[number] if number // 2 == 1 else before[number]
         assert torch.equal(
