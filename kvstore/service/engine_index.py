@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvstore.service.kv_events import (
+from kvstore.kv_events import (
     AllBlocksCleared,
     Batch,
     BlockName,

@@ -18,7 +18,7 @@ import zmq
 
 from kvstore.errors import ConfigError, FrameInvalid
 from kvstore.service.engine_index import EngineIndex
-from kvstore.service.kv_events import Batch, decode, encode
+from kvstore.kv_events import Batch, decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 A request hits its longest run of leading blocks that are all there. After it, all its blocks are
 used, the deepest first, so that the first is the most recent of all; then the coldest leave until
-the capacity holds.
+the capacity holds. `run` has all levels, policies and times.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def hit_rates(requests: Sequence[Asked], level: Level) -> tuple[float, float]:
     hits, asked = [0, 0], [0, 0]
     for number, request in enumerate(requests):
         half = number >= len(requests) // 2
-        hits[half] += request.ends[level.asked(request.run)]
+        hits[half] += request.hit_tokens(level.asked(request.run))
         asked[half] += request.tokens
         for key in reversed(request.run):
             level.use(key)

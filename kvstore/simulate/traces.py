@@ -1,58 +1,82 @@
-"""Request traces: one JSON object a line, in arrival order, blocks named by their ids.
-
-    {"input_length": 6758, "hash_ids": [0, 1, 2, ...]}
-
-Equal ids mean equal prefixes. The block length is `block_size`, or a list `block_tokens` where
-blocks differ, or what the reader is told (Mooncake's traces do not say: 512).
-"""
+"""Requests as a replay sees them: which blocks, how long, when. `formats` reads them from files."""
 
 from __future__ import annotations
 
-import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from kvstore.errors import ConfigError
+import numpy as np
+from numpy.typing import NDArray
 
 MOONCAKE_BLOCK_TOKENS: Final = 512
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request. run: its blocks, from the first. ends: prompt tokens before each block, and up
-    to the end of the last. tokens: of the prompt."""
+    """One request.
+
+    run: its blocks, from the first; equal names mean equal prefixes. Below 2^63.
+    ends: prompt tokens before each block, and up to the end of the last.
+    tokens: of the prompt.
+    useful: tokens of the prompt that a hit may spare at most; None: all of them. Where an engine's
+        own rules are followed the last token never hits, as it is computed to get the first logits.
+    time_s: when it arrives, from the trace's start.
+    token_ids: of the prompt, int32, where the trace has them.
+    """
 
     run: tuple[int, ...]
     ends: tuple[int, ...]
     tokens: int
+    useful: int | None = None
+    time_s: float = 0.0
+    output_tokens: int = 0
+    token_ids: NDArray[np.int32] | None = None
+
+    def hit_tokens(self, blocks: int) -> int:
+        """Prompt tokens that a hit of so many leading blocks spares."""
+        end = self.ends[blocks]
+        return end if self.useful is None else min(end, self.useful)
 
 
-def read_trace(path: Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> list[Asked]:
-    """The requests of a trace. Raises ConfigError naming the first line that is none."""
-    requests = []
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read a trace from {str(path)!r}: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                requests.append(_request(json.loads(line), block_tokens))
-            except (ValueError, KeyError, TypeError):
-                raise ConfigError(
-                    f'line {number} of {str(path)!r} is no request; {{"input_length": tokens, '
-                    '"hash_ids": [...]}} is right'
-                ) from None
-    return requests
+def ends_of(blocks: int, block_tokens: int, tokens: int) -> tuple[int, ...]:
+    """`Asked.ends` of blocks that all have the same length, none of it beyond the prompt."""
+    if blocks * block_tokens <= tokens:
+        return tuple(range(0, blocks * block_tokens + 1, block_tokens))
+    return tuple(min(end, tokens) for end in range(0, blocks * block_tokens + 1, block_tokens))
 
 
-def _request(row: dict[str, object], block_tokens: int) -> Asked:
-    run, total, sizes = row["hash_ids"], row["input_length"], row.get("block_tokens")
-    if not isinstance(run, list) or not isinstance(total, int):
-        raise TypeError
-    if not isinstance(sizes, list):
-        sizes = [row.get("block_size", block_tokens)] * len(run)
-    ends = (min(end, total) for end in itertools.accumulate(sizes[: len(run)]))
-    return Asked(tuple(map(int, run)), (0, *ends), total)
+def read_trace(path: Path, block_tokens: int | None = None) -> list[Asked]:
+    """All requests of a trace, in any format that `formats` knows.
+
+    Raises ConfigError naming the first line that is none.
+    """
+    from kvstore.simulate.formats import open_trace
+
+    with open_trace(str(path), block_tokens=block_tokens) as trace:
+        return list(trace.requests)
+
+
+def whole(row: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A field that is a whole number from 0 on. Raises ValueError saying what is wrong."""
+    value = row.get(name, default)
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name!r} is {short(value)}; a whole number from 0 on is right")
+    return value
+
+
+def time_of(row: dict[str, Any], unit_s: float) -> float:
+    """Its "timestamp", in units of so many seconds; 0.0 where there is none.
+
+    Raises ValueError saying what is wrong.
+    """
+    value = row.get("timestamp", 0)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise ValueError(f"'timestamp' is {short(value)}; a number is right")
+    return float(value) * unit_s
+
+
+def short(value: Any) -> str:
+    """A value as a message shows it: cut when it is long."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError, FrameInvalid
 from kvstore.service.engine_index import EngineIndex
-from kvstore.service.kv_events import (
+from kvstore.kv_events import (
     MAX_EVENTS,
     AllBlocksCleared,
     Batch,
