@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError, FrameInvalid
-from kvstore.service.engine_index import EngineIndex
 from kvstore.kv_events import (
     MAX_EVENTS,
     AllBlocksCleared,
@@ -27,8 +26,9 @@ from kvstore.kv_events import (
     encode,
     short_name,
 )
+from kvstore.service.engine_index import EngineIndex
 
-DATA = json.loads((Path(__file__).parents[1] / "data" / "vllm_kv_events.json").read_text())
+DATA = json.loads((Path(__file__).parent / "data" / "vllm_kv_events.json").read_text())
 LIMIT_S = 30.0
 
 names = st.integers(0, 2**64 - 1) | st.binary(min_size=32, max_size=32)

@@ -17,8 +17,8 @@ from typing import Any, Final
 import zmq
 
 from kvstore.errors import ConfigError, FrameInvalid
-from kvstore.service.engine_index import EngineIndex
 from kvstore.kv_events import Batch, decode, encode
+from kvstore.service.engine_index import EngineIndex
 
 log = logging.getLogger(__name__)
 

@@ -132,7 +132,12 @@ def _event(event: Any) -> Any:
     if isinstance(event, dict):
         return {key: _unhexed(key, value) for key, value in event.items()}
     if isinstance(event, list) and len(event) > 2:
-        return [event[0], _unhexed("block_hashes", event[1]), _unhexed("parent", event[2]), *event[3:]]
+        return [
+            event[0],
+            _unhexed("block_hashes", event[1]),
+            _unhexed("parent", event[2]),
+            *event[3:],
+        ]
     return event
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -36,8 +37,9 @@ class RowReader(Protocol):
 class Trace:
     """An open trace. requests: to be read once, in arrival order.
 
-    block_tokens: of its blocks, or the most a block has where they differ. For KV events it is
-    known after the first request.
+    block_tokens: of its blocks, or the most a block has where they differ.
+
+    Raises ConfigError: it holds no request, or the first one is wrong.
     """
 
     def __init__(self, source: Source, rows: Rows, reader: RowReader, progress: Progress) -> None:
@@ -47,7 +49,11 @@ class Trace:
         self._rows = rows
         self._reader = reader
         self._progress = progress
-        self.requests: Iterator[Asked] = self._read()
+        rest = self._read()
+        first = next(rest, None)
+        if first is None:
+            raise ConfigError(f"{source.name} holds no request")
+        self.requests: Iterator[Asked] = chain((first,), rest)
 
     @property
     def block_tokens(self) -> int:
@@ -116,12 +122,7 @@ def open_trace(
                 '{"input_length": tokens, "hash_ids": [...]}, token ids, {"prompt": text} '
                 "or a batch of KV events is right"
             )
+        return Trace(source, chain(((number, first),), rows), reader, progress)
     except BaseException:
         source.close()
         raise
-    return Trace(source, _again(number, first, rows), reader, progress)
-
-
-def _again(number: int, first: Any, rows: Rows) -> Rows:
-    yield number, first
-    yield from rows

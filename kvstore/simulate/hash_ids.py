@@ -47,9 +47,7 @@ class HashIdRows:
     def take(self, row: Any) -> Iterable[Asked]:
         """The request of a row. Raises ValueError saying what is wrong with it."""
         if not isinstance(row, dict) or "hash_ids" not in row or "input_length" not in row:
-            raise ValueError(
-                'is no request; {"input_length": tokens, "hash_ids": [...]} is right'
-            )
+            raise ValueError('is no request; {"input_length": tokens, "hash_ids": [...]} is right')
         tokens, ids = whole(row, "input_length"), row["hash_ids"]
         try:
             run = tuple(array("q", ids))

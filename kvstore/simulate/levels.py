@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvstore.tiers.policies.eviction import EvictionPolicy, eviction_policy
@@ -22,7 +22,7 @@ class Level:
         assert capacity_blocks is None or capacity_blocks > 0
         self.capacity_blocks = capacity_blocks
         self.evictions = 0
-        self._resident: set[Hashable] = set()
+        self._resident: set[int] = set()
         self._policy: EvictionPolicy[Any] | None = None
         if capacity_blocks is not None:
             self._policy = (
@@ -34,17 +34,17 @@ class Level:
     def __len__(self) -> int:
         return len(self._resident)
 
-    def __contains__(self, key: Hashable) -> bool:
+    def __contains__(self, key: int) -> bool:
         return key in self._resident
 
-    def asked(self, run: Sequence[Hashable]) -> int:
+    def asked(self, run: Sequence[int]) -> int:
         """A request asks for the run; length of its leading part that is here."""
         if self._policy is not None:
             self._policy.asked(run)
         resident = self._resident
         return next((n for n, key in enumerate(run) if key not in resident), len(run))
 
-    def use(self, key: Hashable, nbytes: int = 1) -> bool:
+    def use(self, key: int, nbytes: int = 1) -> bool:
         """The block is here from now on, and was used; whether it is new."""
         if key in self._resident:
             if self._policy is not None:
@@ -55,9 +55,9 @@ class Level:
             self._policy.inserted(key, nbytes)
         return True
 
-    def trim(self) -> list[Hashable]:
+    def trim(self) -> list[int]:
         """Evict down to the capacity; returns what went, coldest first."""
-        gone: list[Hashable] = []
+        gone: list[int] = []
         if self._policy is None or self.capacity_blocks is None:
             return gone
         while len(self._resident) > self.capacity_blocks:

@@ -52,18 +52,18 @@ class Optimum:
         self._ends.extend(ends)
 
     def hit_rates(
-        self, capacity: int, progress: Callable[[int, int], None] = lambda done, total: None
+        self, capacity: int | None, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> tuple[float, float]:
         """Percent of prompt tokens that hit with so many blocks, as `replay.hit_rates`.
 
-        progress: told requests done, and all.
+        capacity: None: any number. progress: told requests done, and all.
         """
-        assert capacity > 0
+        assert capacity is None or capacity > 0
         if self._next is None:
             self._next = next_uses(np.frombuffer(self._keys, np.int64) if self._keys else _NONE)
         requests = len(self._lengths)
         hits = [0, 0]
-        cache = _Furthest(capacity, len(self._keys))
+        cache = _Endless() if capacity is None else _Furthest(capacity)
         start = ends_at = 0
         for number, length in enumerate(self._lengths):
             run = self._keys[start : start + length]
@@ -107,9 +107,8 @@ class _Furthest:
     places, negative for the largest first, and is made anew when most are out of date.
     """
 
-    def __init__(self, capacity: int, places: int) -> None:
+    def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._places = places
         self._due: dict[int, int] = {}
         self._block_at: dict[int, int] = {}
         self._heap: list[int] = []
@@ -132,4 +131,18 @@ class _Furthest:
         if len(heap) > 2 * len(due) + HEAP_SLACK:
             self._heap = [-use for use in due.values()]
             heapq.heapify(self._heap)
+        return hit
+
+
+class _Endless:
+    """A cache that never evicts."""
+
+    def __init__(self) -> None:
+        self._held: set[int] = set()
+
+    def request(self, run: Sequence[int], after: Sequence[int]) -> int:
+        """See `_Furthest.request`."""
+        held = self._held
+        hit = next((n for n, key in enumerate(run) if key not in held), len(run))
+        held.update(run)
         return hit

@@ -139,7 +139,9 @@ def _as_ids(found: Any) -> NDArray[np.int32]:
     if ids.size == 0 and isinstance(found, list | np.ndarray):
         return np.empty(0, np.int32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > TOKEN_ID_MAX:
-        raise ValueError(f"token ids are {short(found)}; whole numbers from 0 to 2^31 - 1 are right")
+        raise ValueError(
+            f"token ids are {short(found)}; whole numbers from 0 to 2^31 - 1 are right"
+        )
     return ids.astype(np.int32)
 
 
@@ -158,7 +160,9 @@ def _text_of(body: Any) -> str:
 
 def _message(message: Any) -> str:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f'{short(message)} is no message; {{"role": ..., "content": ...}} is right')
+        raise ValueError(
+            f'{short(message)} is no message; {{"role": ..., "content": ...}} is right'
+        )
     content = message.get("content")
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, dict)]
