@@ -29,6 +29,7 @@ from typing import Any, Final
 from kvstore.blocks import Namespace
 from kvstore.errors import ConfigError, TierUnavailable
 from kvstore.link import MAX_OUTBOUND_BYTES, NO_SLAB, Link, check_slots, dial
+from kvstore.metrics import check_route
 from kvstore.protocol import MAX_HASHES, MAX_TICKETS, Malformed, Verb, check_number, pack
 from kvstore.verbs import Load, Match, Save, SlotBuffer, Ticket
 
@@ -58,13 +59,14 @@ class Client:
 
     socket_path: the sidecar's Unix socket.
     token: names the tenant, where the sidecar asks for one.
-    name: for the sidecar's statistics and log.
+    name: for the sidecar's statistics and log. route: what its traffic is counted as there.
     reply_limit_s: silence after which the sidecar counts as hung.
     wait_ready_s: how long the constructor waits for a sidecar that is not there yet. It never
         raises for an absent one: the engine goes on without.
 
     Raises:
-        ConfigError: the sidecar is there and refuses this client (namespace, token, version).
+        ConfigError: the sidecar is there and refuses this client (namespace, token, version), or
+            the route is none.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Client:
         *,
         token: str | None = None,
         name: str = "",
+        route: str = "",
         reply_limit_s: float = REPLY_LIMIT_S,
         wait_ready_s: float = 0.0,
     ) -> None:
@@ -81,6 +84,7 @@ class Client:
         self._namespace = namespace
         self._token = token
         self._name = name
+        self._route = check_route(route)
         self._reply_limit_s = reply_limit_s
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -304,6 +308,7 @@ class Client:
             self._namespace,
             self._token,
             self._name,
+            route=self._route,
             limit_s=min(HELLO_LIMIT_S, self._reply_limit_s),
             tick_s=self._reply_limit_s / 4,
         )

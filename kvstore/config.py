@@ -223,6 +223,24 @@ class LimitSettings(Section):
     """Longest the sidecar writes what is queued when it is told to stop."""
 
 
+class LogSettings(Section):
+    """The log of a server, on stderr."""
+
+    format: str = "logfmt"
+    """logfmt, json, text. The first two write one line for each event."""
+    level: str = "warning"
+    """Least that is written: debug, info, warning, error. Requests are info."""
+
+
+class TraceSettings(Section):
+    """Traces, by OpenTelemetry; needs the extra `otel`."""
+
+    endpoint: str = ""
+    """A collector that takes OTLP over HTTP, "http://127.0.0.1:4318"; "": no traces."""
+    ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of what nobody has decided on that is traced."""
+
+
 class Settings(BaseSettings):
     """The whole tree. Make it by `Settings.load`."""
 
@@ -241,6 +259,8 @@ class Settings(BaseSettings):
     hash: HashSettings = HashSettings()
     server: ServerSettings = ServerSettings()
     limits: LimitSettings = LimitSettings()
+    log: LogSettings = LogSettings()
+    trace: TraceSettings = TraceSettings()
 
     @classmethod
     def load(

@@ -27,6 +27,7 @@ class FrameDoor:
 
     namespace_of: the namespace of a digest, where a session has told of it.
     carry_out: gives the brain's plans to the workers. count_hits: blocks served from a tier.
+    count_served: each frame asked for, and the tier it came from ("": nowhere).
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class FrameDoor:
         namespace_of: Callable[[str], Namespace | None],
         carry_out: Callable[[Iterable[Flight], Iterable[Spill]], None],
         count_hits: Callable[[str, int], None],
+        count_served: Callable[[Key, str], None],
     ) -> None:
         self._brain = brain
         self._slab = slab
@@ -45,6 +47,7 @@ class FrameDoor:
         self._namespace_of = namespace_of
         self._carry_out = carry_out
         self._count_hits = count_hits
+        self._count_served = count_served
 
     @property
     def payload_bytes(self) -> int:
@@ -79,7 +82,9 @@ class FrameDoor:
             return 0
         slot, nbytes = borrowed
         try:
-            return _frame_of(key, self._slab.view(slot)[:nbytes], header, payload)
+            length = _frame_of(key, self._slab.view(slot)[:nbytes], header, payload)
+            self._count_served(key, L2)
+            return length
         finally:
             self._brain.release(WORKERS, [slot])
 
@@ -90,9 +95,11 @@ class FrameDoor:
                 length = movers.read_frame(tier, key, header, payload)
                 if length:
                     self._count_hits(tier.name, 1)
+                    self._count_served(key, tier.name)
                     return length
             except Exception as error:
                 log.warning("%s: read failed: %s", tier.name, error)
+        self._count_served(key, "")
         return 0
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> bool:

@@ -152,6 +152,7 @@ def dial(
     token: str | None,
     client: str,
     *,
+    route: str = "",
     limit_s: float,
     tick_s: float,
 ) -> Link:
@@ -168,7 +169,7 @@ def dial(
     try:
         sock.settimeout(limit_s)
         sock.connect(path)
-        greeting = hello(namespace, token, client, os.getpid())
+        greeting = hello(namespace, token, client, os.getpid(), route)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendall(greeting)  # turned away already: the reason is there to be read
         receiver = Receiver(sock)

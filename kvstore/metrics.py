@@ -6,9 +6,12 @@ The service turns these, and the numbers of `Store.stats()`, into Prometheus' te
 from __future__ import annotations
 
 import bisect
+import re
 import threading
 from collections.abc import Sequence
 from typing import Any, Final
+
+from kvstore.errors import ConfigError
 
 LATENCY_BOUNDS_S: Final = (
     1e-5,
@@ -32,6 +35,21 @@ LATENCY_BOUNDS_S: Final = (
 )
 """Upper bounds of a latency histogram's buckets: a verb takes tens of microseconds, a disk read
 milliseconds."""
+
+
+OTHER: Final = "(other)"
+"""Label of what comes after as many as are told apart."""
+
+_ROUTE = re.compile(r"[A-Za-z0-9_.:/-]{0,64}")
+
+
+def check_route(route: Any) -> str:
+    """A route's name. Raises ConfigError for what can be none."""
+    if not isinstance(route, str) or not _ROUTE.fullmatch(route):
+        raise ConfigError(
+            f"route {str(route)[:80]!r}: at most 64 letters, digits and _ . : / - are right"
+        )
+    return route
 
 
 class Histogram:

@@ -6,7 +6,7 @@ whose file descriptor the sidecar passes once, with its welcome.
 A message is four bytes of length (little endian) and that many bytes of msgpack: an array whose
 first element is a `Verb`. The client speaks first:
 
-    [HELLO, {version, namespace, digest, token, client, pid}]
+    [HELLO, {version, namespace, digest, token, client, pid, route}]      route may be left out
                          -> [WELCOME, {version, slots, slot_bytes, session}]  + the slab's fd
                          -> [REFUSED, text, again]    and the server hangs up; again: it may
                                                       be worth another try later
@@ -152,7 +152,7 @@ class Receiver:
         return message
 
 
-def hello(namespace: Namespace, token: str | None, client: str, pid: int) -> bytes:
+def hello(namespace: Namespace, token: str | None, client: str, pid: int, route: str = "") -> bytes:
     """The client's first message."""
     about = {
         "version": PROTOCOL_VERSION,
@@ -161,6 +161,7 @@ def hello(namespace: Namespace, token: str | None, client: str, pid: int) -> byt
         "token": token,
         "client": client,
         "pid": pid,
+        **({"route": route} if route else {}),
     }
     packed = pack(Verb.HELLO, about)
     if len(packed) > MAX_HELLO_BYTES:

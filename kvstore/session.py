@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from kvstore.blocks import Key, Namespace
 from kvstore.finder import L2
 from kvstore.leases import Slab
+from kvstore.meters import SessionMeter
 from kvstore.tiers.plans import MISSING, Flight, LoadPlan, Waiter
 from kvstore.verbs import Load, Match, Save, Ticket
 
@@ -34,8 +35,16 @@ MOVED_MAX: Final = 1 << 16
 class Session:
     """Verbs over an embedded store. Made by `Store.session`."""
 
-    def __init__(self, store: Store, client: int, namespace: Namespace, tenant: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        client: int,
+        namespace: Namespace,
+        tenant: str,
+        meter: SessionMeter | None = None,
+    ) -> None:
         self.tenant = tenant
+        self.meter = meter
         self.closed = False
         self._store = store
         self._client = client
@@ -65,7 +74,10 @@ class Session:
         if self.closed:
             return self._ended(ticket)
         keys = self._keys(hashes)
-        self._brain.asked(keys)
+        with self._brain.lock:
+            self._brain.asked(keys)
+            if self.meter is not None:
+                self.meter.asked(ticket.hashes)
         self._locate(ticket, keys, probe=True)
         return ticket
 
@@ -88,6 +100,8 @@ class Session:
                     self._undo(plan)
                 else:
                     self._books[ticket.ticket_id] = book
+                    if self.meter is not None:
+                        self.meter.loading(ticket.hashes)
                     book.begin(plan)
             # Flights of a plan undone were cancelled with it.
             self._store.carry_out(() if again else plan.flights, plan.spills)
@@ -116,6 +130,8 @@ class Session:
             assert self._saves.pop(save.ticket_id, None) is save, "handed back already"
             self._moved.pop(save.ticket_id, None)
             spills = self._brain.commit(self._client, [slot for _, slot in save.grants])
+            if self.meter is not None:
+                self.meter.saved(len(save.grants))
         self._store.carry_out((), spills)
 
     def release(self, ticket: Load | Save) -> None:
@@ -251,6 +267,7 @@ class LoadBook:
         self._arrived: dict[int, tuple[int, str]] = {}
         self._awaited: dict[int, tuple[Waiter, Flight]] = {}
         self._end = len(ticket.hashes)
+        self._began_s = time.monotonic()
 
     def begin(self, plan: LoadPlan) -> None:
         """Take the brain's plan."""
@@ -294,13 +311,18 @@ class LoadBook:
     def _advance(self) -> None:
         """Show what has become part of the leading run."""
         ticket = self.ticket
+        meter = self._session.meter
         before = len(ticket.slots)
         while len(ticket.slots) in self._arrived:
             slot, tier = self._arrived.pop(len(ticket.slots))
             ticket.tiers.append(tier)
             ticket.slots.append(slot)
+            if meter is not None:
+                meter.served(tier)
         if len(ticket.slots) == self._end and not ticket.done:
             ticket.done = True
+            if meter is not None:
+                meter.loaded(time.monotonic() - self._began_s)
             self._session.moved(ticket)
         elif len(ticket.slots) > before:
             self._session.moved(ticket)

@@ -28,6 +28,8 @@ from kvstore.errors import ConfigError, StoreClosed
 from kvstore.finder import L2, Finder
 from kvstore.frame_door import FrameDoor
 from kvstore.leases import Slab
+from kvstore.meters import Meters, Record
+from kvstore.metrics import check_route
 from kvstore.movers import Moved
 from kvstore.session import Session, deadline_after
 from kvstore.tiers.base import Tier
@@ -88,6 +90,7 @@ class Store:
     codecs: tier name to kind of codec ("auto" where not named; see `codecs.chooser`).
     budgets: what tenants, pins, queues and age may take; see `Budgets`.
     own_slab: close the slab with the store.
+    record: told of every block that a tier read or wrote; from workers, and must return at once.
 
     Raises:
         ConfigError: the slab has too few slots; two tiers of one name; an unknown policy or codec.
@@ -103,6 +106,7 @@ class Store:
         codecs: Mapping[str, str] | None = None,
         budgets: Budgets | None = None,
         own_slab: bool = True,
+        record: Record | None = None,
     ) -> None:
         names = [tier.name for tier in tiers]
         if len(set(names)) < len(names) or L2 in names:
@@ -118,6 +122,7 @@ class Store:
         self._clients = itertools.count(WORKERS + 1)
         self._sessions: dict[int, Session] = {}
         self._hits: Counter[str] = Counter()
+        self._meters = Meters()
         self._closing = False
         policy = eviction_policy(eviction, slab.slots) if isinstance(eviction, str) else eviction
         self.brain = Brain(
@@ -141,6 +146,7 @@ class Store:
                 begin=self.brain.begin,
                 landed=self._landed,
                 written=self._written,
+                record=record,
             )
             for tier, chooser in zip(self._tiers, choosers, strict=True)
         ]
@@ -152,15 +158,28 @@ class Store:
             namespace_of=self._namespaces.get,
             carry_out=self.carry_out,
             count_hits=self.count_hits,
+            count_served=self._count_served,
         )
         self.warmer = Warmer(self.brain, slab, self._tiers)
         self._ageing = Ageing(self.brain, budgets.ttl_s, self.carry_out) if budgets.ttl_s else None
 
-    def session(self, namespace: Namespace, tenant: str = "default") -> Session:
+    def session(
+        self,
+        namespace: Namespace,
+        tenant: str = "default",
+        *,
+        route: str = "",
+        metered: bool = True,
+    ) -> Session:
         """A session for one engine.
 
-        Raises ConfigError when a block of the namespace does not fit in a slot.
+        route: what its traffic is called in statistics. metered: whether what it asks for and is
+        given counts there; care for the store itself does not.
+
+        Raises ConfigError: a block of the namespace does not fit in a slot, or a route that is
+        none.
         """
+        check_route(route)
         if namespace.block_bytes > self.slab.slot_bytes:
             raise ConfigError(
                 f"a block of {namespace.model!r} takes {namespace.block_bytes} bytes, a slot has "
@@ -177,7 +196,9 @@ class Store:
             self._namespaces[namespace.digest] = namespace
             if len(self._namespaces) > MAX_NAMESPACES:
                 del self._namespaces[next(iter(self._namespaces))]
-            session = self._sessions[client] = Session(self, client, namespace, tenant)
+            meter = self._meters.session(namespace, tenant, route) if metered else None
+            session = Session(self, client, namespace, tenant, meter)
+            self._sessions[client] = session
             return session
 
     # --- for sessions -------------------------------------------------------------------
@@ -186,6 +207,11 @@ class Store:
         """Blocks served from a tier, for statistics."""
         with self.brain.lock:
             self._hits[tier] += blocks
+
+    def _count_served(self, key: Key, tier: str) -> None:
+        """A frame of a block was asked for; tier: where it came from, "" for nowhere."""
+        with self.brain.lock:
+            self._meters.frame(self._namespaces.get(key.namespace), key.tenant, tier)
 
     def carry_out(self, flights: Iterable[Flight], spills: Iterable[Spill]) -> None:
         """Give the brain's plans to the workers. Not under the lock: nothing here waits."""
@@ -252,7 +278,7 @@ class Store:
         namespace: a digest that some session has told of. Waits for loads, at most timeout_s.
         Raises ConfigError for another namespace.
         """
-        with self.session(self._known(namespace), tenant) as session:
+        with self.session(self._known(namespace), tenant, metered=False) as session:
             deadline_s = deadline_after(timeout_s)
             return pin_run(self.brain, session, hashes, deadline_s, self.carry_out)
 
@@ -275,11 +301,13 @@ class Store:
         return known[digest]
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers: "l2" (slots, evictions, ...), "tiers" (by name), "hits" (blocks)."""
+        """Plain numbers: "l2" (slots, evictions, ...), "tiers" (by name), "hits" (blocks), "use"
+        (see `Meters.snapshot`)."""
         with self.brain.lock:
             l2 = self.brain.stats()
             hits = dict(self._hits)
             sessions = len(self._sessions)
+            use = self._meters.snapshot()
         # A tier may count reads and faults too; what was moved, and what failed of it, the workers
         # know, whatever stands between them and the tier.
         tiers = {
@@ -295,6 +323,7 @@ class Store:
             },
             "hits": {name: hits.get(name, 0) for name in (L2, *tiers)},
             "sessions": sessions,
+            "use": use,
         }
 
     def close(self) -> None:

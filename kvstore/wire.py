@@ -21,6 +21,7 @@ from kvstore.config import LimitSettings, Settings, TierSettings, nearest, valid
 from kvstore.errors import ConfigError
 from kvstore.hashing import check_algorithm
 from kvstore.leases import Slab
+from kvstore.meters import Record
 from kvstore.store import Budgets, Store
 from kvstore.tiers.base import Tier
 from kvstore.tiers.limits import Breaker, Deadline, RateLimit
@@ -73,6 +74,7 @@ def connect(
     token: str | None = None,
     *,
     name: str = "",
+    route: str = "",
     reply_limit_s: float = REPLY_LIMIT_S,
     wait_ready_s: float = 0.0,
 ) -> Client:
@@ -85,6 +87,7 @@ def connect(
         namespace,
         token=token,
         name=name,
+        route=route,
         reply_limit_s=reply_limit_s,
         wait_ready_s=wait_ready_s,
     )
@@ -95,8 +98,10 @@ def disk_table(directory: str | Path, capacity: str | int, codec: str) -> dict[s
     return {"kind": "disk", "directory": str(directory), "capacity": capacity, "codec": codec}
 
 
-def build_store(settings: Settings) -> Store:
+def build_store(settings: Settings, record: Record | None = None) -> Store:
     """The store that the configuration describes. The cheap checks come first, the slab last.
+
+    record: see `Store`.
 
     Raises ConfigError: a name that is none, or a part that cannot be had (memory, a folder).
     """
@@ -121,6 +126,7 @@ def build_store(settings: Settings) -> Store:
             eviction=settings.l2.eviction,
             codecs={tier.label: tier.codec for tier in settings.tiers},
             budgets=_budgets(settings),
+            record=record,
         )
         undo.pop_all()
     if settings.l2.warm_share:

@@ -21,6 +21,8 @@ from kvstore.codecs.base import Codec
 from kvstore.codecs.chooser import IDENTITY, Chooser
 from kvstore.errors import TierError
 from kvstore.leases import Slab
+from kvstore.meters import Record
+from kvstore.metrics import Histogram
 from kvstore.movers import Moved, Staging
 from kvstore.tiers.base import Tier
 from kvstore.tiers.plans import Flight, Landing, Spill
@@ -49,6 +51,7 @@ class TierWorkers:
     chooser: gives each block its codec. dtype_of: of a key's namespace; "" where it is not known,
     and the block is kept as it is.
     take_off, begin: whether a flight, a spill is still wanted.
+    record: told of every block that was read or written.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class TierWorkers:
         begin: Callable[[Spill], bool],
         landed: Callable[[Flight, Moved], None],
         written: Callable[[Spill, Moved], None],
+        record: Record | None = None,
     ) -> None:
         self.tier = tier
         self.counts: Counter[str] = Counter()
@@ -74,6 +78,8 @@ class TierWorkers:
         self._begin = begin
         self._landed = landed
         self._written = written
+        self._record = record
+        self._seconds = {direction: Histogram() for direction in ("read", "write", "probe")}
         self._reads: deque[Flight] = deque()
         self._writes = WriteQueue(queue_blocks, queue_s, max(1, tier.workers_write))
         self._probes: deque[Probe] = deque()
@@ -118,6 +124,7 @@ class TierWorkers:
             if self._closing:
                 return False
             if not self._writes.offer(spill):
+                self.counts["dropped_writes"] += 1
                 return False
             self._wanted.notify()
             return True
@@ -126,6 +133,7 @@ class TierWorkers:
         """Queue a question; False when there are too many."""
         with self._lock:
             if self._closing or len(self._probes) >= PROBES_MAX:
+                self.counts["dropped_probes"] += 1
                 return False
             self._probes.append(probe)
             self._wanted.notify()
@@ -150,7 +158,7 @@ class TierWorkers:
         return flush.ended.wait(max(0.0, deadline_s - time.monotonic())) and flush.done
 
     def stats(self) -> dict[str, Any]:
-        """Queue depths and counters."""
+        """Queue depths, counters, and "seconds" inside the tier by direction (histograms)."""
         with self._lock:
             queues = {
                 "queued_reads": len(self._reads),
@@ -160,7 +168,9 @@ class TierWorkers:
                 "write_rate": round(self._writes.bytes_per_s),
             }
         counts = {name: self.counts[name] for name in COUNTERS}
-        return {**queues, **counts, "codec": self._chooser.stats()}
+        seconds = {name: histogram.snapshot() for name, histogram in self._seconds.items()}
+        workers = {"workers_read": self.tier.workers_read, "workers_write": self.tier.workers_write}
+        return {**queues, **counts, **workers, "seconds": seconds, "codec": self._chooser.stats()}
 
     def close(self, deadline_s: float) -> bool:
         """End the threads; what is queued is not done. False when some still hang in the tier."""
@@ -228,8 +238,9 @@ class TierWorkers:
             self._ended.notify_all()
 
     def _probe(self, probe: Probe) -> None:
+        began_s = time.perf_counter()
         found, moved = movers.asked(self.tier, probe.keys)
-        self._count("probe", moved)
+        self._count("probe", moved, time.perf_counter() - began_s)
         probe.answer(probe, found)
 
     def _flush(self, flush: Flush) -> None:
@@ -255,7 +266,7 @@ class TierWorkers:
             staging,
             direct=self._chooser.keeps_raw(digest),
         )
-        self._count("read", moved)
+        self._count("read", moved, moved.cost.tier_s if moved.cost else None)
         if moved.cost is not None:
             self._chooser.read(digest, moved.cost, (before + self._busy["reads"]) / 2)
         self._landed(flight, moved)
@@ -274,7 +285,7 @@ class TierWorkers:
                 self._codec_of(spill),
                 staging,
             )
-            self._count("write", moved)
+            self._count("write", moved, moved.cost.tier_s if moved.cost else None)
             if moved.cost is not None:
                 sharing = (before + self._busy["writes"]) / 2
                 self._chooser.wrote(spill.key.namespace, moved.cost, sharing)
@@ -294,8 +305,16 @@ class TierWorkers:
             spill.key.namespace, dtype, raw_bytes=spill.nbytes, crowded=crowded
         )
 
-    def _count(self, direction: str, moved: Moved) -> None:
-        """Count one move; the first fault in a row is a warning, the rest are details."""
+    def _count(self, direction: str, moved: Moved, seconds: float | None) -> None:
+        """Count one move; the first fault in a row is a warning, the rest are details.
+
+        seconds: inside the tier; None where nothing was moved.
+        """
+        if seconds is not None and moved.landing is Landing.ARRIVED:
+            self._seconds[direction].observe(seconds)
+            if self._record is not None:
+                about = {"kvstore.tier": self.tier.name, "kvstore.bytes": moved.stored_bytes}
+                self._record(f"tier {direction}", seconds, about)
         if moved.landing is Landing.ARRIVED:
             self.counts[f"{direction}s"] += direction == "probe" or bool(moved.stored_bytes)
             self.counts[f"{direction}_bytes"] += moved.stored_bytes
@@ -320,4 +339,6 @@ COUNTERS: Final = (
     "misses",
     "checksum_failures",
     "faults",
+    "dropped_writes",
+    "dropped_probes",
 )

@@ -39,9 +39,15 @@ _forks.set_forkserver_preload(["kvstore.service.serve", "sidecar_rig"])
 
 
 class ForkedSidecar:
-    """A sidecar of `SLOTS` slots on `folder`/kv.sock; overrides as for `Settings.load`."""
+    """A sidecar of `SLOTS` slots on `folder`/kv.sock; overrides as for `Settings.load`.
 
-    def __init__(self, folder: Path, overrides: dict[str, Any] | None = None) -> None:
+    stderr: a file for its log.
+    """
+
+    def __init__(
+        self, folder: Path, overrides: dict[str, Any] | None = None, *, stderr: Path | None = None
+    ) -> None:
+        self._stderr = str(stderr) if stderr is not None else ""
         self.socket = str(folder / "kv.sock")
         self._overrides = merged(
             {
@@ -56,7 +62,8 @@ class ForkedSidecar:
     def start(self) -> None:
         """Start it (again), and wait until it takes clients."""
         ready, announce = _forks.Pipe(duplex=False)
-        self._process = _forks.Process(target=_serve, args=(self._overrides, announce), daemon=True)
+        arguments = (self._overrides, announce, self._stderr)
+        self._process = _forks.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         announce.close()
         assert ready.poll(LIMIT_S), "the sidecar is not ready"
@@ -89,7 +96,9 @@ class ForkedSidecar:
         return self._process.pid
 
 
-def _serve(overrides: dict[str, Any], announce: Connection) -> None:
+def _serve(overrides: dict[str, Any], announce: Connection, stderr: str) -> None:
+    if stderr:
+        os.dup2(os.open(stderr, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600), 2)
     serve(Settings.load(None, overrides, environment=False), announce.send)
 
 

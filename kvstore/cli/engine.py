@@ -41,6 +41,7 @@ class Joining:
     min_load_tokens: int
     kv_format: str = "plain"
     """How its blocks are kept in slots: one of `kernels.formats.STORAGES`."""
+    route: str = ""
 
 
 def engine_command(
@@ -54,7 +55,7 @@ def engine_command(
     port: Annotated[int, typer.Option(help="Port to serve on; 0 takes a free one.")] = 8000,
     config: Annotated[
         str | None,
-        typer.Option(help="TOML file (its sections prefetch, hash); the options here win over it."),
+        typer.Option(help="TOML file (prefetch, hash, log, trace); the options here win over it."),
     ] = None,
     store: Annotated[str, typer.Option(help="Unix socket of the node's sidecar.")] = "",
     store_token: Annotated[str, typer.Option(help="Token the sidecar asks for, if any.")] = "",
@@ -95,20 +96,35 @@ def engine_command(
     max_batch_tokens: Annotated[int, typer.Option(help="Tokens computed per step.")] = 2048,
     max_running: Annotated[int, typer.Option(help="Requests running at once.")] = 64,
     hash_algo: Annotated[str | None, typer.Option(help="sha256_cbor or xxhash_cbor.")] = None,
+    route: Annotated[
+        str, typer.Option(help="What the sidecar counts this engine's traffic as.")
+    ] = "",
+    log_format: Annotated[
+        str | None, typer.Option(help="Lines of the log: logfmt, json, text.")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="Least that is logged: debug, info, warning, error.")
+    ] = None,
     hash_seed: Annotated[
         str | None, typer.Option(help="Seed of the block hashes; engines that share agree on it.")
     ] = None,
 ) -> None:
     """Serve a model over OpenAI's API, with KV kept by the node's sidecar if --store names one."""
+    from kvstore import logs
     from kvstore.engine.loop import Engine
     from kvstore.engine.runner import Runner
     from kvstore.engine.server import create_app, listen, serve
     from kvstore.engine.thread import EngineThread
+    from kvstore.service.otel import open_tracer
+    from kvstore.service.requests import Requests
     from kvstore.wire import build_prefetch_policy
 
     _check_times(deadline_ms=deadline_ms or 0.0, wait_store_s=wait_store_s)
     waiting = {"policy": prefetch, "cap_ms": deadline_ms, "min_tokens": min_load_tokens}
-    settings = _settings(config, waiting, {"algorithm": hash_algo, "seed": hash_seed})
+    hashing = {"algorithm": hash_algo, "seed": hash_seed}
+    log = {"format": log_format, "level": log_level}
+    settings = _settings(config, prefetch=waiting, hash=hashing, log=log)
+    logs.configure(settings.log)
     joining = Joining(
         store,
         store_token,
@@ -117,6 +133,7 @@ def engine_command(
         settings.prefetch.cap_ms,
         settings.prefetch.min_tokens,
         kv_format,
+        route,
     )
     listening = listen(host, port)
     loaded = _load(model, seed, dtype, device)
@@ -124,6 +141,7 @@ def engine_command(
     runner = Runner(loaded, pages, page_tokens, threads=threads)
     for spec in lora or ():
         _add_lora(runner, loaded, spec)
+    tracer = open_tracer(settings.trace, "kvstore engine")
     client, hooks = _join(loaded, runner, block_tokens, page_tokens, joining)
     try:
         engine = Engine(
@@ -140,22 +158,25 @@ def engine_command(
         )
         name = model_name or loaded.name
         app = create_app(EngineThread(engine), model_name=name)
+        app.add_middleware(Requests, tracer=tracer)
         at = listening.getsockname()
         print(f"kvstore engine: {name} at http://{host}:{at[1]}/v1", flush=True)
         serve(app, listening)
     finally:
         if client is not None:
             client.close()
+        if tracer is not None:
+            tracer.close()
 
 
-def _settings(config: str | None, prefetch: dict[str, Any], hashing: dict[str, Any]) -> Settings:
-    """The configuration, with what the command line said laid over it."""
+def _settings(config: str | None, **said: dict[str, Any]) -> Settings:
+    """The configuration, with what the command line said of each section laid over it."""
     from kvstore.config import Settings
     from kvstore.hashing import check_algorithm
 
     given = {
         section: {key: value for key, value in values.items() if value is not None}
-        for section, values in (("prefetch", prefetch), ("hash", hashing))
+        for section, values in said.items()
     }
     settings = Settings.load(config, given)
     check_algorithm(settings.hash.algorithm)
@@ -233,6 +254,7 @@ def _join(
         BlockFormat(storage=joining.kv_format).namespace(loaded.namespace(block_tokens)),
         token=joining.token or None,
         name="kvstore engine",
+        route=joining.route,
         wait_ready_s=joining.wait_store_s,
     )
     try:

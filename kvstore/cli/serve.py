@@ -38,24 +38,29 @@ def register(app: typer.Typer) -> None:
         write_policy: Annotated[
             str | None, typer.Option(help="write_through, selective or write_back.")
         ] = None,
-        verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens.")] = False,
+        log_format: Annotated[
+            str | None, typer.Option(help="Lines of the log: logfmt, json, text.")
+        ] = None,
+        log_level: Annotated[
+            str | None, typer.Option(help="Least that is logged: debug, info, warning, error.")
+        ] = None,
+        verbose: Annotated[
+            bool, typer.Option("--verbose", "-v", help="Log what happens: --log-level info.")
+        ] = False,
     ) -> None:
         """Run the sidecar: one slab of host memory for every engine of this node."""
-        import logging
-
         from kvstore.config import Settings
         from kvstore.errors import ConfigError
         from kvstore.service.serve import serve as run
         from kvstore.wire import DISK_CAPACITY, disk_table
 
-        if verbose:
-            logging.getLogger("kvstore").setLevel(logging.INFO)
         if disk is None and (disk_capacity is not None or codec is not None):
             raise ConfigError("--disk-capacity and --codec go with --disk FOLDER")
         overrides: dict[str, Any] = _given(
             server=_given(socket=socket, host=host, port=port),
             l2=_given(bytes=l2, slot_bytes=slot, directory=slab_dir, eviction=eviction),
             write=_given(policy=write_policy),
+            log=_given(format=log_format, level=log_level or ("info" if verbose else None)),
         )
         if disk is not None:
             capacity, codec = disk_capacity or DISK_CAPACITY, codec or "auto"

@@ -31,13 +31,39 @@ from kvstore.engine.request import Request as EngineRequest
 from kvstore.engine.thread import EngineDead, EngineThread, stats_of
 from kvstore.engine.tokenizer import Tokenizer, byte_tokenizer
 from kvstore.errors import ConfigError
+from kvstore.metrics import check_route
 
+ROUTE_HEADER = "x-kvstore-route"
+"""By which a caller says what its traffic is, for statistics."""
 CLIENT_GONE = 499
 """Status of a call whose client hung up; nobody reads it but the log."""
 
 
 class ModelUnknown(ConfigError):
     """The named model is neither the engine's nor one of its adapters."""
+
+
+def route_of(http: Request) -> str:
+    """What the caller says its traffic is. Raises ConfigError: it is no route's name."""
+    return check_route(http.headers.get(ROUTE_HEADER, ""))
+
+
+def note(http: Request, **about: Any) -> None:
+    """Add to the line that is logged of a call, where somebody logs it."""
+    line = http.scope.get("state", {}).get("log")
+    if line is not None:
+        line.update(about)
+
+
+def note_outputs(http: Request, outputs: Sequence[Output]) -> None:
+    """What a call's log line says of the whole outputs it made."""
+    note(
+        http,
+        prompt_tokens=sum(output.prompt_tokens for output in outputs),
+        cached_tokens=sum(sum(output.cached.values()) for output in outputs),
+        output_tokens=sum(len(output.tokens) for output in outputs),
+        ttft_ms=round(max((output.times.ttft_ms for output in outputs), default=0.0), 3),
+    )
 
 
 class Calls:
@@ -106,7 +132,9 @@ class Calls:
             self.thread.engine.check_request(request)
         return requests
 
-    async def outputs(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[Output, None]:
+    async def outputs(
+        self, requests: Sequence[EngineRequest], route: str
+    ) -> AsyncGenerator[Output, None]:
         """Submit requests and yield their outputs as they come; aborts what is left on leaving."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Output] = asyncio.Queue()
@@ -128,16 +156,16 @@ class Calls:
                     live.discard(output.request_id)
                 if output.finish_reason == "error":
                     raise EngineDead(output.error)
-                self.meters.observe(output)
+                self.meters.observe(output, route)
                 yield output
         finally:
             for request_id in live:
                 self.thread.abort(request_id)
                 self.meters.forget(request_id)
 
-    async def whole(self, requests: Sequence[EngineRequest]) -> list[Output]:
+    async def whole(self, requests: Sequence[EngineRequest], route: str) -> list[Output]:
         """One whole output for each request, in order."""
-        async with aclosing(self.outputs(requests)) as outputs:
+        async with aclosing(self.outputs(requests, route)) as outputs:
             seen = [output async for output in outputs]
         return collect(seen, [request.request_id for request in requests])
 
@@ -211,19 +239,26 @@ class ChatShape(Shape):
 
 
 async def _events(
-    calls: Calls, requests: Sequence[EngineRequest], shape: Shape, *, usage: bool
+    calls: Calls,
+    http: Request,
+    requests: Sequence[EngineRequest],
+    shape: Shape,
+    *,
+    route: str,
+    usage: bool,
 ) -> AsyncIterator[str]:
     """A stream of server-sent events: one a step and request, usage at the end if asked for."""
     seen: list[Output] = []
     try:
         if choices := shape.opening():
             yield _event(shape.part(choices))
-        async with aclosing(calls.outputs(requests)) as outputs:
+        async with aclosing(calls.outputs(requests, route)) as outputs:
             async for output in outputs:
                 seen.append(output)
                 yield _event(shape.part([shape.step_choice(output)]))
+        whole = collect(seen, list(shape.index))
+        note_outputs(http, whole)
         if usage:
-            whole = collect(seen, list(shape.index))
             yield _event(shape.part([], api.usage_of(whole)))
     except (EngineDead, QueueFull, ConfigError) as error:
         yield _event(api.error_body(str(error), 503))
@@ -238,15 +273,18 @@ async def _respond(
     calls: Calls, http: Request, body: api.Body, requests: Sequence[EngineRequest], shape: Shape
 ) -> Response:
     """Answer a call, streamed or whole; give up when the client does."""
+    route = route_of(http)
+    note(http, completion_id=shape.head["id"], route=route)
     if body.stream:
-        events = _events(calls, requests, shape, usage=body.wants_usage)
+        events = _events(calls, http, requests, shape, route=route, usage=body.wants_usage)
         return StreamingResponse(events, media_type="text/event-stream")
-    work = asyncio.create_task(calls.whole(requests))
+    work = asyncio.create_task(calls.whole(requests, route))
     gone = asyncio.create_task(_until_gone(http))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             return Response(status_code=CLIENT_GONE)
+        note_outputs(http, work.result())
         return JSONResponse(shape.answer(work.result()))
     finally:
         for task in (work, gone):
@@ -387,5 +425,7 @@ def serve(app: FastAPI, listening: socket.socket) -> None:
     # then they have had their effect, and the caller still has things to close.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda _number, _frame: None)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app, access_log=False, log_config=None, log_level="warning", timeout_graceful_shutdown=5
+    )
     uvicorn.Server(config).run(sockets=[listening])

@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
@@ -48,6 +48,8 @@ from kvstore.protocol import MAX_HASHES
 from kvstore.service.auth import Tenants, Unauthorised
 from kvstore.service.exposition import StoreCollector
 from kvstore.service.lanes import Lane, answer_of, busy
+from kvstore.service.otel import Tracer
+from kvstore.service.requests import RequestCounts, Requests
 from kvstore.store import Store
 
 MAX_BODY_BYTES: Final = 16 << 20
@@ -157,7 +159,7 @@ class Service:
 
     stats: everything `/v1/stats` shows. ready: whether the sidecar serves (readiness).
     transfer_s: bound on one block's way in or out, and on each call for it.
-    flush_s: bound on a flush. hash: how token ids become hashes.
+    flush_s: bound on a flush. hash: how token ids become hashes. tracer: where spans go.
     """
 
     store: Store
@@ -168,6 +170,8 @@ class Service:
     transfer_s: float
     flush_s: float
     hash: HashSettings = field(default_factory=HashSettings)
+    tracer: Tracer | None = None
+    requests: RequestCounts = field(default_factory=RequestCounts)
 
     def __post_init__(self) -> None:
         self.transfers = Transfers(self.max_transfers, self.store.frames.payload_bytes)
@@ -220,12 +224,13 @@ class Service:
         if left:
             log.error("%d calls hang inside the store; left as they are", left)
 
-    def snapshot(self) -> dict[str, int]:
+    def snapshot(self) -> dict[str, Any]:
         """For statistics."""
         return {
             "transfers": self.transfers.taken,
             "transfers_refused": self.transfers.refused + self.below.refused,
             "contains_refused": self.contains.refused,
+            "requests": self.requests.snapshot(),
         }
 
     def tenant(self, request: Request) -> str:
@@ -263,6 +268,7 @@ async def in_time(receiving: Coroutine[Any, Any, T], limit_s: float) -> T:
 def build_app(service: Service) -> FastAPI:
     """The application over one store, without the administrator's routes (`care.add_care`)."""
     app = FastAPI(title="kvstore sidecar", docs_url=None, redoc_url=None)
+    app.add_middleware(Requests, counts=service.requests, tracer=service.tracer)
     _add_errors(app)
     _add_health(app, service)
     _add_blocks(app, service)
@@ -272,6 +278,7 @@ def build_app(service: Service) -> FastAPI:
 def _add_health(app: FastAPI, service: Service) -> None:
     registry = CollectorRegistry()
     registry.register(StoreCollector(service.stats))
+    ProcessCollector(registry=registry)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

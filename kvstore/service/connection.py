@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from kvstore.metrics import Histogram
 from kvstore.protocol import (
     MAX_TICKETS,
     Malformed,
@@ -37,6 +36,7 @@ from kvstore.protocol import (
     check_number,
     pack,
 )
+from kvstore.service.ears import Ears
 from kvstore.service.sockets import Peer, await_hang_up
 from kvstore.session import Session
 from kvstore.verbs import Load, Match, Save, Ticket
@@ -99,7 +99,7 @@ class Connection:
         *,
         about: str,
         number: int,
-        verb_s: Histogram,
+        ears: Ears,
         stopping: int,
     ) -> None:
         self.sock = sock
@@ -113,7 +113,7 @@ class Connection:
         self._lock = threading.Lock()
         self._undone: set[int] = set()
         self._any_undone = threading.Event()
-        self._verb_s = verb_s
+        self._ears = ears
         self._stopping = stopping
         self._peer = Peer(sock)
         self._said_bye = False
@@ -160,7 +160,7 @@ class Connection:
                 start_s = time.perf_counter()
                 if not self._handle(message):
                     return
-                self._verb_s.observe(time.perf_counter() - start_s)
+                self._ears.handled(message[0], time.perf_counter() - start_s, self._session)
             except TimeoutError:
                 continue
             except (Malformed, ValueError, IndexError) as error:
@@ -199,6 +199,8 @@ class Connection:
             raise Malformed(f"ticket {number} is in use")
         if len(self._live) >= 2 * MAX_TICKETS:
             raise Malformed(f"more than {2 * MAX_TICKETS} tickets")
+        if verb == Verb.MATCH:
+            self._ears.matched(self._session, hashes)
         ask: Callable[[Sequence[bytes]], Ticket] = {
             Verb.MATCH: self._session.match,
             Verb.LOAD: self._session.load,

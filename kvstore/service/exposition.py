@@ -2,12 +2,16 @@
 
 Names: `kvstore_` first, the unit last, `_total` for counters. What the statistics do not have is
 left out.
+
+Labels are bounded: tiers, codecs, verbs and directions by what there is; tenants and routes by
+`meters.MAX_USERS`; namespaces by `codecs.chooser.MAX_NAMESPACES` for each tier; HTTP paths by the
+application's routes. No label names a client, a block or a request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -17,170 +21,17 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from kvstore import __version__
+from kvstore.service.exposition_tables import (
+    CODEC_METRICS,
+    COUNTER,
+    HTTP_METRICS,
+    L2_METRICS,
+    SERVICE_METRICS,
+    TIER_METRICS,
+)
+
 Stats = Mapping[str, Any]
-
-GAUGE: Final = "gauge"
-COUNTER: Final = "counter"
-
-# (metric, kind, help, label or "", {value of the label: name in the statistics}).
-L2_METRICS: Final = (
-    (
-        "kvstore_l2_slots",
-        GAUGE,
-        "Slots of the slab by state; together they are all slots.",
-        "state",
-        {"free": "slots_free", "filling": "slots_filling", "ready": "slots_ready"},
-    ),
-    (
-        "kvstore_l2_slots_leased",
-        GAUGE,
-        "Ready slots that somebody holds a lease on.",
-        "",
-        {"": "slots_leased"},
-    ),
-    (
-        "kvstore_l2_slots_dirty",
-        GAUGE,
-        "Slots that must be written below before they may be evicted.",
-        "",
-        {"": "slots_dirty"},
-    ),
-    ("kvstore_l2_slots_pinned", GAUGE, "Slots that are pinned.", "", {"": "slots_pinned"}),
-    ("kvstore_l2_pins_max", GAUGE, "Slots that may be pinned.", "", {"": "pins_max"}),
-    ("kvstore_l2_slot_bytes", GAUGE, "Size of a slot.", "", {"": "slot_bytes"}),
-    ("kvstore_l2_evictions", COUNTER, "Blocks evicted from L2.", "", {"": "evictions"}),
-    ("kvstore_l2_expired", COUNTER, "Blocks evicted for their age.", "", {"": "expired"}),
-    (
-        "kvstore_l2_warmed",
-        COUNTER,
-        "Blocks brought from a tier before anybody asked.",
-        "",
-        {"": "warmed"},
-    ),
-    (
-        "kvstore_l2_over_quota",
-        COUNTER,
-        "Times a tenant got no slot because it has its share.",
-        "",
-        {"": "over_quota"},
-    ),
-    ("kvstore_l2_flights", GAUGE, "Blocks on their way up from a tier.", "", {"": "flights"}),
-    (
-        "kvstore_save_blocks",
-        COUNTER,
-        "Blocks offered by saves: admitted, rejected (held already), busy (no slot: dropped).",
-        "answer",
-        {"admit": "admitted", "reject": "rejected", "busy": "busy"},
-    ),
-    (
-        "kvstore_spill_blocks",
-        COUNTER,
-        "Writes of blocks to the tiers below, by how they ended.",
-        "outcome",
-        {"written": "spills_written", "dropped": "spills_dropped", "failed": "spills_failed"},
-    ),
-)
-
-TIER_METRICS: Final = (
-    ("kvstore_tier_used_bytes", GAUGE, "Bytes kept.", "", {"": "bytes_used"}),
-    ("kvstore_tier_capacity_bytes", GAUGE, "Bytes it may keep.", "", {"": "bytes_capacity"}),
-    ("kvstore_tier_blocks", GAUGE, "Blocks kept.", "", {"": "blocks"}),
-    ("kvstore_tier_evictions", COUNTER, "Blocks evicted.", "", {"": "evictions"}),
-    (
-        "kvstore_tier_transfer_bytes",
-        COUNTER,
-        "Bytes moved, frames and all.",
-        "direction",
-        {"read": "read_bytes", "write": "write_bytes"},
-    ),
-    (
-        "kvstore_tier_transfers",
-        COUNTER,
-        "Blocks moved.",
-        "direction",
-        {"read": "reads", "write": "writes"},
-    ),
-    (
-        "kvstore_tier_queue_blocks",
-        GAUGE,
-        "Blocks waiting for a worker.",
-        "direction",
-        {"read": "queued_reads", "write": "queued_writes"},
-    ),
-    (
-        "kvstore_tier_running",
-        GAUGE,
-        "Workers inside the tier.",
-        "direction",
-        {"read": "running_reads", "write": "running_writes"},
-    ),
-    ("kvstore_tier_misses", COUNTER, "Reads that found nothing.", "", {"": "misses"}),
-    ("kvstore_tier_faults", COUNTER, "Calls that failed.", "", {"": "faults"}),
-    (
-        "kvstore_tier_checksum_failures",
-        COUNTER,
-        "Frames found damaged; each was forgotten and deleted.",
-        "",
-        {"": "checksum_failures"},
-    ),
-    (
-        "kvstore_tier_up",
-        GAUGE,
-        "0 while the breaker leaves the tier alone.",
-        "",
-        {"": "up"},
-    ),
-    ("kvstore_tier_breaker_opened", COUNTER, "Times it went down.", "", {"": "breaker_opened"}),
-    (
-        "kvstore_tier_quota_evictions",
-        COUNTER,
-        "Blocks deleted because their tenant was over its quota.",
-        "",
-        {"": "quota_evictions"},
-    ),
-    (
-        "kvstore_tier_write_rate_bytes_per_second",
-        GAUGE,
-        "Bytes of blocks that it was measured to take, all writers together.",
-        "",
-        {"": "write_rate"},
-    ),
-    ("kvstore_tier_late", COUNTER, "Calls that ended past their deadline.", "", {"": "late"}),
-)
-
-CODEC_METRICS: Final = (
-    (
-        "kvstore_codec_ratio",
-        GAUGE,
-        "Raw over stored bytes with the codec in use, by tier and namespace.",
-        "",
-        {"": "ratio"},
-    ),
-    (
-        "kvstore_codec_bytes_per_second",
-        GAUGE,
-        "Raw bytes that a CPU second encodes or decodes (checksums and all).",
-        "direction",
-        {"encode": "encode_rate", "decode": "decode_rate"},
-    ),
-    ("kvstore_codec_changes", COUNTER, "Times another codec was chosen.", "", {"": "changed"}),
-)
-
-SERVICE_METRICS: Final = (
-    ("kvstore_connections", COUNTER, "Clients welcomed.", "", {"": "connections"}),
-    ("kvstore_connections_refused", COUNTER, "Clients turned away.", "", {"": "refused"}),
-)
-
-HTTP_METRICS: Final = (
-    ("kvstore_http_transfers", GAUGE, "Block transfers under way.", "", {"": "transfers"}),
-    (
-        "kvstore_http_transfers_refused",
-        COUNTER,
-        "Block transfers answered 503.",
-        "",
-        {"": "transfers_refused"},
-    ),
-)
 
 
 class StoreCollector(Collector):
@@ -198,32 +49,106 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
+        build = GaugeMetricFamily("kvstore_build_info", "1, with the version.", labels=["version"])
+        build.add_metric([__version__], 1)
+        yield build
         yield from _families(L2_METRICS, [({}, stats["l2"])])
-        tiers = [
-            ({"tier": name}, {**tier, "up": int(tier.get("state", "up") == "up")})
-            for name, tier in stats["tiers"].items()
-        ]
-        yield from _families(TIER_METRICS, tiers)
-        choices = [
-            ({"tier": name, "namespace": digest, "codec": choice["name"]}, choice)
-            for name, tier in stats["tiers"].items()
-            for digest, choice in tier.get("codec", {}).items()
-        ]
-        yield from _families(CODEC_METRICS, choices)
-        hits = CounterMetricFamily(
-            "kvstore_hit_blocks", "Blocks served, by the tier they came from.", labels=["tier"]
-        )
-        for tier, blocks in stats["hits"].items():
-            hits.add_metric([tier], blocks)
-        yield hits
+        yield from _of_tiers(stats["tiers"])
+        yield from _of_use(stats)
         yield _tenants(stats["l2"]["tenants"])
         yield GaugeMetricFamily("kvstore_sessions", "Sessions open.", stats["sessions"])
         if "service" in stats:
+            clients = stats["service"]["clients"]
+            tickets = sum(client["tickets"] for client in clients.values())
             yield from _families(SERVICE_METRICS, [({}, stats["service"])])
-            yield _clients(stats["service"]["clients"])
-            yield _histogram(stats["service"]["verb_seconds"])
+            yield GaugeMetricFamily("kvstore_clients", "Clients connected.", len(clients))
+            yield GaugeMetricFamily(
+                "kvstore_client_tickets", "Tickets that clients have outstanding.", tickets
+            )
+            yield _histograms(
+                "kvstore_verb_seconds",
+                "Time the sidecar takes to handle one verb of a client.",
+                ["verb"],
+                [([verb], each) for verb, each in stats["service"]["verb_seconds"].items()],
+            )
         if "http" in stats:
             yield from _families(HTTP_METRICS, [({}, stats["http"])])
+            yield from _requests(stats["http"].get("requests", []))
+
+
+def _of_tiers(tiers: Stats) -> Iterator[Metric]:
+    """What is told of each tier."""
+    rows = [
+        ({"tier": name}, {**tier, "up": int(tier.get("state", "up") == "up")})
+        for name, tier in tiers.items()
+    ]
+    yield from _families(TIER_METRICS, rows)
+    yield _histograms(
+        "kvstore_tier_seconds",
+        "Time inside a tier of one block read or written, or one batch of existence questions.",
+        ["tier", "direction"],
+        [
+            ([name, direction], each)
+            for name, tier in tiers.items()
+            for direction, each in tier.get("seconds", {}).items()
+        ],
+    )
+    breaker = GaugeMetricFamily(
+        "kvstore_tier_breaker_state",
+        "1 for the state the tier's breaker is in, 0 for the others.",
+        labels=["tier", "state"],
+    )
+    for name, tier in tiers.items():
+        for state in ("up", "down", "probing"):
+            breaker.add_metric([name, state], int(tier.get("state", "up") == state))
+    yield breaker
+    choices = [
+        ({"tier": name, "namespace": digest, "codec": choice["name"]}, choice)
+        for name, tier in tiers.items()
+        for digest, choice in tier.get("codec", {}).items()
+    ]
+    yield from _families(CODEC_METRICS, choices)
+
+
+def _of_use(stats: Stats) -> Iterator[Metric]:
+    """Tokens and bytes asked for, handed over and saved, by tenant, route and tier."""
+    blocks = CounterMetricFamily(
+        "kvstore_hit_blocks", "Blocks served, by the tier they came from.", labels=["tier"]
+    )
+    for tier, count in stats["hits"].items():
+        blocks.add_metric([tier], count)
+    yield blocks
+    use, who = stats["use"], ["tenant", "route"]
+    asked = CounterMetricFamily(
+        "kvstore_asked_tokens", "Tokens of the runs that clients asked for.", labels=who
+    )
+    saved = CounterMetricFamily("kvstore_saved_tokens", "Tokens committed.", labels=who)
+    hits = CounterMetricFamily(
+        "kvstore_hit_tokens",
+        "Tokens handed over, by the tier they came from. Over kvstore_asked_tokens: the hit rate.",
+        labels=[*who, "tier"],
+    )
+    for user in use["users"]:
+        labels = [user["tenant"], user["route"]]
+        asked.add_metric(labels, user["asked"])
+        saved.add_metric(labels, user["saved"])
+        # Every tier from the start: a rate over a counter that appears late misses its first steps.
+        for tier in stats["hits"]:
+            hits.add_metric([*labels, tier], user["hits"].get(tier, 0))
+    yield from (asked, hits, saved)
+    served = CounterMetricFamily(
+        "kvstore_served_bytes", "Bytes of blocks handed over, by where they lay.", labels=["tier"]
+    )
+    for tier in stats["hits"]:
+        served.add_metric([tier], use["read_bytes"].get(tier, 0))
+    yield served
+    yield CounterMetricFamily("kvstore_saved_bytes", "Bytes of blocks saved.", use["saved_bytes"])
+    yield _histograms(
+        "kvstore_load_seconds",
+        "From a client's load to the last block of its run in L2.",
+        [],
+        [([], use["load_seconds"])],
+    )
 
 
 def _families(table: Any, sources: Sequence[tuple[Stats, Stats]]) -> Iterator[Metric]:
@@ -250,22 +175,29 @@ def _tenants(slots: Stats) -> Metric:
     return family
 
 
-def _clients(clients: Stats) -> Metric:
-    family = GaugeMetricFamily(
-        "kvstore_client_tickets", "Tickets a client has outstanding.", labels=["client"]
-    )
-    for number, client in clients.items():
-        family.add_metric([number], client["tickets"])
+def _histograms(
+    name: str, text: str, labels: Sequence[str], each: Sequence[tuple[Sequence[str], Stats]]
+) -> Metric:
+    """A family of histograms; `each`: the labels' values and a `Histogram.snapshot`."""
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for values, numbers in each:
+        running, buckets = 0, []
+        for bound, count in zip([*numbers["bounds"], "+Inf"], numbers["counts"], strict=True):
+            running += count
+            buckets.append((str(bound), running))
+        family.add_metric(values, buckets=buckets, sum_value=numbers["sum"])
     return family
 
 
-def _histogram(numbers: Stats) -> Metric:
-    family = HistogramMetricFamily(
-        "kvstore_verb_seconds", "Time the sidecar takes to handle one verb of a client."
-    )
-    running, buckets = 0, []
-    for bound, count in zip([*numbers["bounds"], "+Inf"], numbers["counts"], strict=True):
-        running += count
-        buckets.append((str(bound), running))
-    family.add_metric([], buckets=buckets, sum_value=numbers["sum"])
-    return family
+def _requests(rows: Sequence[Stats]) -> Iterator[Metric]:
+    """HTTP requests by method, route and status."""
+    labels = ["method", "path", "status"]
+    counts = CounterMetricFamily("kvstore_http_requests", "HTTP requests answered.", labels=labels)
+    seconds = []
+    for row in rows:
+        for status, count in row["statuses"].items():
+            counts.add_metric([row["method"], row["path"], status], count)
+        seconds.append(([row["method"], row["path"]], row["seconds"]))
+    yield counts
+    text = "Time from an HTTP request's head to the end of its answer."
+    yield _histograms("kvstore_http_request_seconds", text, labels[:2], seconds)

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvstore.errors import KVStoreError
-from kvstore.metrics import Histogram
+from kvstore.meters import Record
+from kvstore.metrics import check_route
 from kvstore.protocol import (
     MAX_HELLO_BYTES,
     MAX_MESSAGE_BYTES,
@@ -29,6 +30,7 @@ from kvstore.protocol import (
 )
 from kvstore.service.auth import Tenants
 from kvstore.service.connection import Connection
+from kvstore.service.ears import Asked, Ears
 from kvstore.service.sockets import set_timeouts
 from kvstore.session import Session
 from kvstore.store import Store
@@ -47,6 +49,8 @@ class HotPath:
     max_clients: connections at once; more are told to come again.
     hello_s: how long a connection may take to say who it is.
     stats: what a STATS_ASK is answered with.
+    asked: told of every run that a client asks for: tenant, namespace digest, hashes. From the
+        connections' threads; must return at once. record: likewise, of every verb.
     """
 
     def __init__(
@@ -58,8 +62,11 @@ class HotPath:
         max_clients: int,
         hello_s: float,
         stats: Callable[[], dict[str, Any]],
+        asked: Asked | None = None,
+        record: Record | None = None,
     ) -> None:
         self._store = store
+        self._ears = Ears(asked, record)
         self._tenants = tenants
         self._max_clients = max_clients
         self._hello_s = hello_s
@@ -70,7 +77,6 @@ class HotPath:
         self._threads: set[threading.Thread] = set()
         self._stopping = False
         self._counts = {"connections": 0, "refused": 0}
-        self._verb_s = Histogram()
         self._listener = listener
         self._told_to_stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
@@ -83,7 +89,7 @@ class HotPath:
         """Clients and their tickets, for statistics."""
         with self._lock:
             clients = {str(n): c.snapshot() for n, c in self._connections.items()}
-        return {**self._counts, "clients": clients, "verb_seconds": self._verb_s.snapshot()}
+        return {**self._counts, "clients": clients, "verb_seconds": self._ears.seconds()}
 
     def stop(self) -> None:
         """End every connection and give the leases back.
@@ -181,7 +187,8 @@ class HotPath:
             about = message[1]
             tenant = self._tenants.of(about.get("token"))
             namespace = namespace_of(about)
-            session = self._store.session(namespace, tenant)
+            route = check_route(about.get("route", ""))
+            session = self._store.session(namespace, tenant, route=route)
         except TimeoutError:
             self._refuse(sock, f"no hello within {self._hello_s:g} s")
             return None
@@ -212,7 +219,7 @@ class HotPath:
             session,
             about=name,
             number=number,
-            verb_s=self._verb_s,
+            ears=self._ears,
             stopping=self._told_to_stop,
         )
         with self._lock:

@@ -8,6 +8,7 @@ Each call has a thread of its own, a daemon: a hung one does not hold up the pro
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections.abc import Callable
@@ -59,7 +60,11 @@ class Lane:
             else:
                 outcome.set_result(result)
 
-        thread = threading.Thread(target=run, name=f"http {self.what}", daemon=True)
+        # What it logs belongs to the request that asked for it.
+        context = contextvars.copy_context()
+        thread = threading.Thread(
+            target=context.run, args=(run,), name=f"http {self.what}", daemon=True
+        )
         try:
             thread.start()
         except RuntimeError as error:

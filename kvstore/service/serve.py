@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 
+from kvstore import logs
 from kvstore.config import Settings
 from kvstore.errors import ConfigError
 from kvstore.service.app import Service, build_app
@@ -21,6 +22,7 @@ from kvstore.service.care import add_care
 from kvstore.service.engine_index import EngineIndex
 from kvstore.service.engine_routes import add_engines
 from kvstore.service.hotpath import HotPath
+from kvstore.service.otel import open_tracer
 from kvstore.service.sockets import BACKLOG, listen
 from kvstore.store import Store
 from kvstore.wire import build_store, check
@@ -40,6 +42,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
     an unknown name, a folder in use), before anything else is touched.
     """
     check(settings)
+    logs.configure(settings.log)
     stop = Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
@@ -47,7 +50,11 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
         listener = ending.enter_context(listen(settings.server.socket))
         ending.callback(Path(settings.server.socket).unlink, missing_ok=True)
         web = ending.enter_context(_bind(settings.server.host, settings.server.port))
-        store = build_store(settings)
+        tracer = open_tracer(settings.trace, "kvstore sidecar")
+        if tracer is not None:
+            ending.callback(tracer.close)
+        record = tracer.record if tracer is not None else None
+        store = build_store(settings, record)
         ending.callback(_close_store, store, settings.limits.flush_ms / 1e3)
         tenants = Tenants(settings.server.tokens, settings.server.admin_token)
         hot = HotPath(
@@ -57,6 +64,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             max_clients=settings.limits.clients,
             hello_s=settings.limits.hello_ms / 1e3,
             stats=lambda: stats(),
+            record=record,
         )
         service = Service(
             store=store,
@@ -67,6 +75,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             transfer_s=settings.limits.transfer_ms / 1e3,
             flush_s=settings.limits.flush_ms / 1e3,
             hash=settings.hash,
+            tracer=tracer,
         )
         ending.callback(service.close)
 

@@ -84,12 +84,12 @@ def test_a_file_says_how_to_wait_and_hash_and_options_win(tmp_path: Path) -> Non
         '[hash]\nseed = "a"\n'
     )
     nothing = {"policy": None, "cap_ms": None, "min_tokens": None}
-    read = _settings(str(file), nothing, {"algorithm": None, "seed": None})
+    read = _settings(str(file), prefetch=nothing, hash={"algorithm": None, "seed": None})
     policy = build_prefetch_policy(read)
     assert (policy.name, policy.cap_ms, read.prefetch.min_tokens) == ("timeout", 3000.0, 64)
     assert (read.hash.algorithm, read.hash.seed) == ("sha256_cbor", "a")
     over = {**nothing, "policy": "best_effort", "cap_ms": 9.0}
-    read = _settings(str(file), over, {"algorithm": "xxhash_cbor", "seed": "b"})
+    read = _settings(str(file), prefetch=over, hash={"algorithm": "xxhash_cbor", "seed": "b"})
     assert build_prefetch_policy(read).name == "best_effort"
     assert build_prefetch_policy(read).cap_ms == 9.0
     assert (read.hash.algorithm, read.hash.seed) == ("xxhash_cbor", "b")
