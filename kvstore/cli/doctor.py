@@ -1,4 +1,4 @@
-"""`kvstore doctor NAME`: one file per kind of environment in `doctors/`, found by listing it.
+"""`kvstore doctor NAME`: one file per kind of check in `doctors/`, found by listing it.
 
 A doctor's module offers `register(app)` as a command's does.
 """
@@ -16,7 +16,9 @@ DOCTORS = tuple(sorted(m.name for m in pkgutil.iter_modules(doctors.__path__)))
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(help="Check an environment.", invoke_without_command=True)
+    group = typer.Typer(
+        help="Check an environment, or why prompts do not hit.", invoke_without_command=True
+    )
     group.callback()(list_doctors)
     for name in DOCTORS:
         importlib.import_module(f"{doctors.__name__}.{name}").register(group)
@@ -24,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 
 def list_doctors(context: typer.Context) -> None:
-    """Check an environment; without a name, list what there is to check."""
+    """Check something; without a name, list what there is to check."""
     if context.invoked_subcommand is None:
         for name in DOCTORS:
             print(name)

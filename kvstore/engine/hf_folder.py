@@ -39,7 +39,65 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-class HFFolder:
+class TokenizerFolder:
+    """What a model folder has besides weights; a folder with a tokenizer.json alone is enough."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.raw_config = self._optional("config.json")
+
+    def facts(self) -> TokenizerFacts:
+        """What the folder says of special tokens and chat."""
+        tokenizer_config = self._optional("tokenizer_config.json")
+        generation = self._optional("generation_config.json")
+        template = tokenizer_config.get("chat_template")
+        if isinstance(template, list):  # several named templates: [{"name":, "template":}]
+            named = {item.get("name"): item.get("template") for item in template}
+            template = named.get("default")
+        separate = self.path / "chat_template.jinja"
+        if template is None and separate.is_file():
+            template = separate.read_text(encoding="utf-8")
+        ends = [*_ids(generation.get("eos_token_id")), *_ids(self.raw_config.get("eos_token_id"))]
+        bos = _ids(self.raw_config.get("bos_token_id"))
+        return TokenizerFacts(
+            bos_id=bos[0] if bos else None,
+            eos_ids=tuple(dict.fromkeys(ends)),
+            # tokenizer.json's own post-processor adds what belongs around a prompt.
+            add_bos=False,
+            chat_template=template,
+            bos_token=_token_text(tokenizer_config.get("bos_token")),
+            eos_token=_token_text(tokenizer_config.get("eos_token")),
+        )
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The folder's tokenizer; None where it has no tokenizer.json.
+
+        Raises:
+            ConfigError: tokenizer.json cannot be read.
+        """
+        path = self.path / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception for a malformed file
+            raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
+        # A tokenizer.json may ask for truncation or padding; an engine wants the ids as they are.
+        inner.no_truncation()
+        inner.no_padding()
+        facts = self.facts()
+        if not facts.eos_ids and facts.eos_token:
+            end = inner.token_to_id(facts.eos_token)
+            if end is not None:
+                facts = TokenizerFacts(**{**vars(facts), "eos_ids": (end,)})
+        return Tokenizer(inner, facts)
+
+    def _optional(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        return read_json(path) if path.is_file() else {}
+
+
+class HFFolder(TokenizerFolder):
     """A model folder. Tensors are read one at a time from mapped files.
 
     Raises:
@@ -47,10 +105,9 @@ class HFFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path} has no config.json; a Hugging Face model folder has one")
-        self.raw_config = read_json(path / "config.json")
+        super().__init__(path)
         files = self._files()
         self._where: dict[str, Any] = {}
         for file in files:
@@ -110,56 +167,6 @@ class HFFolder:
             tied=self.raw_config.get("tie_word_embeddings", "lm_head.weight" not in self._where),
             qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._where,
         )
-
-    def facts(self) -> TokenizerFacts:
-        """What the folder says of special tokens and chat."""
-        tokenizer_config = self._optional("tokenizer_config.json")
-        generation = self._optional("generation_config.json")
-        template = tokenizer_config.get("chat_template")
-        if isinstance(template, list):  # several named templates: [{"name":, "template":}]
-            named = {item.get("name"): item.get("template") for item in template}
-            template = named.get("default")
-        separate = self.path / "chat_template.jinja"
-        if template is None and separate.is_file():
-            template = separate.read_text(encoding="utf-8")
-        ends = [*_ids(generation.get("eos_token_id")), *_ids(self.raw_config.get("eos_token_id"))]
-        bos = _ids(self.raw_config.get("bos_token_id"))
-        return TokenizerFacts(
-            bos_id=bos[0] if bos else None,
-            eos_ids=tuple(dict.fromkeys(ends)),
-            # tokenizer.json's own post-processor adds what belongs around a prompt.
-            add_bos=False,
-            chat_template=template,
-            bos_token=_token_text(tokenizer_config.get("bos_token")),
-            eos_token=_token_text(tokenizer_config.get("eos_token")),
-        )
-
-    def tokenizer(self) -> Tokenizer | None:
-        """The folder's tokenizer; None where it has no tokenizer.json.
-
-        Raises:
-            ConfigError: tokenizer.json cannot be read.
-        """
-        path = self.path / "tokenizer.json"
-        if not path.is_file():
-            return None
-        try:
-            inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for a malformed file
-            raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
-        # A tokenizer.json may ask for truncation or padding; an engine wants the ids as they are.
-        inner.no_truncation()
-        inner.no_padding()
-        facts = self.facts()
-        if not facts.eos_ids and facts.eos_token:
-            end = inner.token_to_id(facts.eos_token)
-            if end is not None:
-                facts = TokenizerFacts(**{**vars(facts), "eos_ids": (end,)})
-        return Tokenizer(inner, facts)
-
-    def _optional(self, name: str) -> dict[str, Any]:
-        path = self.path / name
-        return read_json(path) if path.is_file() else {}
 
 
 def _ids(value: Any) -> list[int]:

@@ -21,14 +21,14 @@ import xxhash
 
 from kvstore.blocks import Namespace
 from kvstore.engine.gguf_file import GGUFFile
-from kvstore.engine.hf_folder import HFFolder
+from kvstore.engine.hf_folder import HFFolder, TokenizerFolder
 from kvstore.engine.model import Layer, Transformer
 from kvstore.engine.model_config import STACKS, TORCH_DTYPES, ModelConfig
 from kvstore.engine.rope import RopeConfig
 from kvstore.engine.tokenizer import BYTE_VOCAB, Tokenizer, byte_tokenizer
 from kvstore.errors import ConfigError
 
-__all__ = ["LoadedModel", "default_device", "load_model", "random_model"]
+__all__ = ["LoadedModel", "default_device", "load_model", "load_tokenizer", "random_model"]
 
 DERIVED = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")
 """Tensors that may be there unread: angles, which the config gives; a head that is tied."""
@@ -106,6 +106,26 @@ def load_model(
         config = replace(config, eos_ids=tokenizer.eos_ids)
     name = where.name if where.is_dir() else where.stem
     return _loaded(model, config, tokenizer, name, digest.hexdigest())
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a folder with a tokenizer.json, or of a GGUF file; no weights are read.
+
+    Raises:
+        ConfigError: no such path, or no tokenizer in it that can be read.
+    """
+    where = Path(path)
+    if not where.exists():
+        raise ConfigError(
+            f"no tokenizer at {str(where)!r}; a folder with tokenizer.json or a .gguf file is right"
+        )
+    try:
+        found = (TokenizerFolder(where) if where.is_dir() else GGUFFile(where)).tokenizer()
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error}") from error
+    if found is None:
+        raise ConfigError(f"{where} has no tokenizer; tokenizer.json or GGUF's own is right")
+    return found
 
 
 def random_model(

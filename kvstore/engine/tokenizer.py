@@ -77,6 +77,15 @@ class Tokenizer:
             ids = [self.bos_id, *ids]
         return ids
 
+    def encode_spans(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
+        """Token ids of text as `encode` gives them, and where in the text (in characters) each
+        token ends. Of a character that several tokens make up, each ends where it does."""
+        encoding = self._inner.encode(text, add_special_tokens=special)
+        ids, ends = list(encoding.ids), [end for _, end in encoding.offsets]
+        if special and self.facts.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids, ends = [self.bos_id, *ids], [0, *ends]
+        return ids, ends
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of token ids; special: show special tokens by name instead of leaving them out."""
         return str(self._inner.decode(list(ids), skip_special_tokens=not special))
