@@ -197,6 +197,10 @@ class ServerSettings(Section):
     """Bearer token of flush and clear, when tokens are set."""
     kv_events: tuple[str, ...] = ()
     """Endpoints of engines that publish KV events, "tcp://HOST:5557"; needs pyzmq."""
+    kv_events_publish: str = ""
+    """Where the sidecar publishes what its L2 takes and drops, "tcp://*:5558"; "": nowhere."""
+    kv_events_replay: str = ""
+    """Where a subscriber can ask again for what it missed of that; "": nowhere."""
 
 
 class LimitSettings(Section):

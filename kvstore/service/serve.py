@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import signal
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from kvstore import logs
-from kvstore.config import Settings
+from kvstore.config import ServerSettings, Settings
 from kvstore.errors import ConfigError
 from kvstore.service.app import Service, build_app
 from kvstore.service.auth import Tenants
@@ -22,6 +23,7 @@ from kvstore.service.care import add_care
 from kvstore.service.engine_index import EngineIndex
 from kvstore.service.engine_routes import add_engines
 from kvstore.service.hotpath import HotPath
+from kvstore.service.l2_events import L2Events
 from kvstore.service.otel import open_tracer
 from kvstore.service.sockets import BACKLOG, listen
 from kvstore.store import Store
@@ -80,10 +82,12 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
         ending.callback(service.close)
 
         engines = _listen_to_engines(settings.server.kv_events, ending)
+        told = _publish_l2(settings.server, store, ending)
 
         def stats() -> dict[str, Any]:
             own = {**store.stats(), "service": hot.snapshot(), "http": service.snapshot()}
-            return own if engines is None else {**own, "engines": engines.snapshot()}
+            own |= {} if engines is None else {"engines": engines.snapshot()}
+            return own if told is None else {**own, "l2_events": told.snapshot()}
 
         server = _http_server(service, engines)
         hot.start()
@@ -128,15 +132,33 @@ def _listen_to_engines(endpoints: Sequence[str], ending: ExitStack) -> EngineInd
     """
     if not endpoints:
         return None
-    try:
-        from kvstore.service.event_sockets import Subscriber
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "server.kv_events needs pyzmq; pip install 'kvstore-offload[events]'"
-        ) from None
     index = EngineIndex()
-    ending.callback(Subscriber(endpoints, index).close)
+    ending.callback(_event_sockets("server.kv_events").Subscriber(endpoints, index).close)
     return index
+
+
+def _publish_l2(server: ServerSettings, store: Store, ending: ExitStack) -> L2Events | None:
+    """What publishes L2's changes; None where nobody wants it.
+
+    Raises ConfigError: an endpoint that cannot be bound, or pyzmq is not installed.
+    """
+    if not server.kv_events_publish:
+        if server.kv_events_replay:
+            raise ConfigError("server.kv_events_replay without server.kv_events_publish")
+        return None
+    sockets = _event_sockets("server.kv_events_publish")
+    publisher = sockets.Publisher(server.kv_events_publish, replay=server.kv_events_replay)
+    ending.callback(publisher.close)
+    told = L2Events(store.brain.changes, store.brain.lock, publisher)
+    ending.callback(told.close)
+    return told
+
+
+def _event_sockets(setting: str) -> Any:
+    try:
+        return importlib.import_module("kvstore.service.event_sockets")
+    except ModuleNotFoundError:
+        raise ConfigError(f"{setting} needs pyzmq; pip install 'kvstore-offload[events]'") from None
 
 
 def _http_server(service: Service, engines: EngineIndex | None) -> uvicorn.Server:

@@ -63,6 +63,7 @@ class Brain:
         self._counts: Counter[str] = Counter()
         self._policy = SlotQuotas(policy, quotas or {})
         self._table = SlotTable(slots, self._policy)
+        self.changes = self._table.changes
         self._spills = Spills(
             self._table,
             write,

@@ -14,6 +14,7 @@ from collections import Counter
 from typing import Final
 
 from kvstore.blocks import Key
+from kvstore.tiers.changes import Changes
 from kvstore.tiers.quotas import SlotQuotas
 
 WORKERS: Final = 0
@@ -71,6 +72,7 @@ class SlotTable:
         self.evictable = 0
         """READY blocks that could be evicted now."""
         self.evictions = 0
+        self.changes = Changes(self._resident)
         self._free = list(range(slots - 1, -1, -1))
         self._blocks: dict[Key, Block] = {}
         self._by_slot: list[Block | None] = [None] * slots
@@ -139,6 +141,7 @@ class SlotTable:
         block.epoch = self.epoch
         self.policy.inserted(block.key, block.nbytes)
         self.evictable += block.evictable
+        self.changes.moved(block.key, True)
         return block
 
     def discard(self, client: int, slot: int) -> None:
@@ -180,6 +183,7 @@ class SlotTable:
         self.policy.removed(block.key)
         self._set_free(block)
         self.evictions += 1
+        self.changes.moved(block.key, False)
 
     def evict_idle(self) -> int:
         """Evict every block without a lease, dirty or not; returns how many."""
@@ -273,6 +277,9 @@ class SlotTable:
 
     def __getitem__(self, key: Key) -> Block:
         return self._blocks[key]
+
+    def _resident(self) -> list[Key]:
+        return [key for key, block in self._blocks.items() if block.ready]
 
     def _filled_by(self, client: int, slot: int) -> Block:
         block = self.at(slot)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +90,27 @@ def test_flags_of_the_tier() -> None:
     assert states({**OFFLOADING, "kv_connector": "Other"})["kv_connector"] == "wrong"
 
 
-def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    status = namedtuple("status", "f_bavail f_frsize")
-    monkeypatch.setattr(doctor.os, "statvfs", lambda path: status(64 << 8, 4096))
-    assert states(CONNECTOR)["/dev/shm"] == "note"
-    wanted = {"cpu_bytes_to_use": 1 << 30, "secondary_tiers": [TIER]}
-    assert states({**OFFLOADING, "kv_connector_extra_config": wanted})["/dev/shm"] == "wrong"
+def shared_memory(transfer: Any, free_bytes: int) -> str:
+    found = doctor.shared_memory(transfer, lambda: free_bytes)
+    return next(finding.state for finding in found if finding.what == "/dev/shm")
+
+
+def test_shared_memory() -> None:
+    wanted = {"cpu_bytes_to_use": 3 << 30, "secondary_tiers": [TIER]}
+    offloading = {**OFFLOADING, "kv_connector_extra_config": wanted}
+    assert shared_memory(CONNECTOR, 64 << 20) == "note", "Docker's default is little"
+    assert shared_memory(CONNECTOR, 2 << 30) == "ok"
+    assert shared_memory(offloading, 2 << 30) == "wrong", "a pool that does not fit"
+    assert shared_memory(offloading, 4 << 30) == "ok"
+    assert states(CONNECTOR)["/dev/shm"] in ("ok", "note"), "what this machine has"
+
+
+def test_shared_memory_that_cannot_be_looked_at() -> None:
+    def fails() -> int:
+        raise PermissionError(13, "Permission denied")
+
+    (found,) = doctor.shared_memory(CONNECTOR, fails)
+    assert (found.state, found.text) == ("wrong", "cannot be looked at: Permission denied")
 
 
 def test_builds_for_cuda_beside_a_torch_for_cpus() -> None:

@@ -114,18 +114,19 @@ def flags(transfer: Mapping[str, Any], hash_algorithm: str) -> Iterator[Finding]
         )
 
 
-def shared_memory(transfer: Mapping[str, Any]) -> Iterator[Finding]:
-    """Room in /dev/shm, and what killed engines left there."""
+def shared_memory(
+    transfer: Mapping[str, Any], free_bytes: Callable[[], int] | None = None
+) -> Iterator[Finding]:
+    """Room in /dev/shm, and what killed engines left there. free_bytes: how much room there is."""
     from kvstore.connectors.vllm.host_pool import abandoned
     from kvstore.units import format_bytes
 
     what = str(SHARED_MEMORY)
     try:
-        status = os.statvfs(SHARED_MEMORY)
+        free = (free_bytes or _free_bytes)()
     except OSError as error:
         yield wrong(what, f"cannot be looked at: {error.strerror}")
         return
-    free = status.f_bavail * status.f_frsize
     wanted = int(_extra(transfer).get("cpu_bytes_to_use", 0) or 0)
     if wanted > free:
         yield wrong(
@@ -165,6 +166,11 @@ def sidecar(
     yield attempt("sidecar", ask)
     if model is not None and numbers:
         yield attempt("slot", lambda: _slot(model, tokens, numbers["slot_bytes"]))
+
+
+def _free_bytes() -> int:
+    status = os.statvfs(SHARED_MEMORY)
+    return status.f_bavail * status.f_frsize
 
 
 def _release(found: str) -> Finding:

@@ -30,9 +30,9 @@ PATIENT = {"policy": "wait_complete", "cap_ms": 20_000, "min_tokens": 0}
 
 
 class World:
-    """A sidecar and two processes for engines."""
+    """A sidecar and two engines."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engines: tuple[Engine, Engine]) -> None:
         self.llama, self.qwen = folder / "llama", folder / "qwen"
         write_model(self.llama, "llama", 1)
         write_model(self.qwen, "qwen3", 2)
@@ -41,8 +41,8 @@ class World:
             folder, "--l2", "128MiB", "--slot", "128KiB",
             "--disk", str(self.disk), "--disk-capacity", "512MiB",
         )  # fmt: skip
-        self.a, self.b = Engine(folder / "a.log"), Engine(folder / "b.log")
-        for engine in (self.a, self.b):
+        self.a, self.b = engines
+        for engine in engines:
             self.start(engine, self.llama)
 
     def start(self, engine: Engine, model: Path, **arguments: Any) -> None:
@@ -65,10 +65,13 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    made = World(tmp_path_factory.mktemp("vllm"))
+def world(
+    tmp_path_factory: pytest.TempPathFactory, engines: tuple[Engine, Engine]
+) -> Iterator[World]:
+    made = World(tmp_path_factory.mktemp("vllm"), engines)
     yield made
-    assert (made.a.end(), made.b.end()) == (0, 0)
+    for engine in engines:
+        engine.ask("stop")
     assert made.sidecar.stop() == 0, "leases that did not come back"
 
 

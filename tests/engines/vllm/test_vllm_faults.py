@@ -26,13 +26,13 @@ ENOUGH = ("--l2", "64MiB", "--slot", "128KiB")
 class World:
     """The engine, its output without a store, and the folder where sidecars listen."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: Engine) -> None:
         self.folder = folder
         self.model = folder / "llama"
         write_model(self.model, "llama", 1)
         self.socket = str(folder / "kv.sock")
-        self.engine = Engine(folder / "engine.log")
-        self.engine.start(
+        self.engine = engine
+        engine.start(
             self.model,
             kv_transfer_config=connector(self.socket, prefetch=PREFETCH),
             num_gpu_blocks_override=POOL,
@@ -74,10 +74,12 @@ def told(results: list[dict[str, Any]]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    made = World(tmp_path_factory.mktemp("vllm"))
+def world(
+    tmp_path_factory: pytest.TempPathFactory, engines: tuple[Engine, Engine]
+) -> Iterator[World]:
+    made = World(tmp_path_factory.mktemp("vllm"), engines[0])
     yield made
-    assert made.engine.end() == 0
+    made.engine.ask("stop")
 
 
 @pytest.fixture(autouse=True)

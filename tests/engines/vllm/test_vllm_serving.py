@@ -43,6 +43,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def engine(engines: tuple[Engine, Engine]) -> Engine:
+    return engines[0]
+
+
 def patient(socket: str, **extra: Any) -> dict[str, Any]:
     return connector(socket, prefetch=PATIENT, reply_limit_ms=60_000, **extra)
 
@@ -141,14 +146,13 @@ def test_over_http_two_users_share_nothing(model: Path, sidecar: Sidecar, tmp_pa
         server.end()
 
 
-def test_two_nodes_joined_by_valkey(model: Path, tmp_path: Path) -> None:
+def test_two_nodes_joined_by_valkey(model: Path, tmp_path: Path, engine: Engine) -> None:
     valkey = redis_rig.Server(tmp_path / "valkey", redis_rig.valkey_binary())
     config = f'[[tiers]]\nkind = "redis"\nurl = "redis://{valkey.address}"\n'
     nodes = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         nodes.append(Sidecar(tmp_path / name, "--l2", "32MiB", "--slot", "128KiB", config=config))
-    engine = Engine(tmp_path / "engine.log")
     prompts = [tokens(10 + number, 100 + 90 * number) for number in range(3)]
     engine.start(model, kv_transfer_config=patient(nodes[0].socket))
     cold = engine.generate(prompts, tokens=8)
@@ -159,25 +163,25 @@ def test_two_nodes_joined_by_valkey(model: Path, tmp_path: Path) -> None:
     warm = engine.generate(prompts, tokens=8)
     assert [each["cached"] for each in warm] == [full_blocks(prompt) for prompt in prompts]
     assert [each["tokens"] for each in warm] == [each["tokens"] for each in cold]
-    assert engine.end() == 0
+    engine.ask("stop")
     assert [node.stop() for node in nodes] == [0, 0]
 
 
-def test_an_engine_over_a_store_of_its_own(model: Path, tmp_path: Path) -> None:
+def test_an_engine_over_a_store_of_its_own(model: Path, tmp_path: Path, engine: Engine) -> None:
     transfer = patient("", embedded={"l2": "8MiB", "disk": str(tmp_path / "disk")})
-    engine = Engine(tmp_path / "engine.log")
     prompt = tokens(20, 200)
     for round_ in range(2):
         engine.start(model, kv_transfer_config=transfer)
         (found,) = engine.generate([prompt], tokens=8)
         assert found["cached"] == (full_blocks(prompt) if round_ else 0)
-    assert engine.end() == 0
+    engine.ask("stop")
 
 
-def test_several_kv_groups_are_refused_in_one_line(tmp_path: Path, sidecar: Sidecar) -> None:
+def test_several_kv_groups_are_refused_in_one_line(
+    tmp_path: Path, sidecar: Sidecar, engine: Engine
+) -> None:
     gemma = tmp_path / "gemma"
     write_model(gemma, "gemma3_text", 3)
-    engine = Engine(tmp_path / "engine.log")
     transfer = patient(sidecar.socket)
     arguments = {"model": str(gemma), "kv_transfer_config": transfer}
     hybrid = {**arguments, "disable_hybrid_kv_cache_manager": False}
@@ -190,13 +194,12 @@ def test_several_kv_groups_are_refused_in_one_line(tmp_path: Path, sidecar: Side
     assert engine.ask("reset")["reset"]
     (warm,) = engine.generate([prompt], tokens=8)
     assert (warm["tokens"], warm["cached"]) == (cold["tokens"], full_blocks(prompt))
-    assert engine.end() == 0
+    engine.ask("stop")
 
 
 def test_prompt_embeddings_are_known_by_their_values(
-    model: Path, tmp_path: Path, sidecar: Sidecar
+    model: Path, sidecar: Sidecar, engine: Engine
 ) -> None:
-    engine = Engine(tmp_path / "engine.log")
     transfer = patient(sidecar.socket)
     engine.start(model, kv_transfer_config=transfer, enable_prompt_embeds=True)
     first, other = (engine.ask("embeds", seed=seed, length=100)["result"] for seed in (1, 2))
@@ -205,15 +208,14 @@ def test_prompt_embeddings_are_known_by_their_values(
     assert engine.ask("reset")["reset"]
     again = engine.ask("embeds", seed=1, length=100)["result"]
     assert (again["tokens"], again["cached"]) == (first["tokens"], 96)
-    assert engine.end() == 0
+    engine.ask("stop")
 
 
-def test_a_sidecar_follows_what_vllm_holds(model: Path, tmp_path: Path) -> None:
+def test_a_sidecar_follows_what_vllm_holds(model: Path, tmp_path: Path, engine: Engine) -> None:
     port = redis_rig.free_port()
     here = f"tcp://127.0.0.1:{port}"
     config = f'[server]\nkv_events = ["{here}"]\n'
     sidecar = Sidecar(tmp_path, "--l2", "32MiB", "--slot", "128KiB", config=config)
-    engine = Engine(tmp_path / "engine.log")
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -238,5 +240,5 @@ def test_a_sidecar_follows_what_vllm_holds(model: Path, tmp_path: Path) -> None:
         if found == {"GPU": 6, "CPU": 6}:
             break
     assert found == {"GPU": 6, "CPU": 6}, "in vLLM's own cache, and taken by the store"
-    assert engine.end() == 0
+    engine.ask("stop")
     assert sidecar.stop() == 0

@@ -24,9 +24,9 @@ PATIENT = {"deadline_ms": 20_000, "reply_limit_ms": 60_000}
 
 
 class World:
-    """A sidecar with a disk, and two processes for engines."""
+    """A sidecar with a disk, and two engines."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engines: tuple[Engine, Engine]) -> None:
         self.folder = folder
         self.models = {family: folder / family for family in ("llama", "gemma3_text")}
         for seed, (family, path) in enumerate(self.models.items()):
@@ -34,7 +34,7 @@ class World:
         self.sidecar = Sidecar(
             folder, "--l2", "128MiB", "--slot", "256KiB", "--disk", str(folder / "disk")
         )
-        self.a, self.b = Engine(folder / "a.log"), Engine(folder / "b.log")
+        self.a, self.b = engines
 
     def start(self, engine: Engine, family: str = "llama", table: Any = None, **extra: Any) -> None:
         table = table or our_tier(self.sidecar.socket, **PATIENT)
@@ -48,10 +48,13 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    made = World(tmp_path_factory.mktemp("vllm"))
+def world(
+    tmp_path_factory: pytest.TempPathFactory, engines: tuple[Engine, Engine]
+) -> Iterator[World]:
+    made = World(tmp_path_factory.mktemp("vllm"), engines)
     yield made
-    assert (made.a.end(), made.b.end()) == (0, 0)
+    for engine in engines:
+        engine.ask("stop")
     if made.sidecar.running:
         assert made.sidecar.stop() == 0, "leases that did not come back"
 
@@ -173,9 +176,8 @@ def test_the_pool_of_a_killed_engine_is_removed_by_the_next(world: World, tmp_pa
     from kvstore.connectors.vllm.host_pool import STALE_S, abandoned
 
     victim = Engine(tmp_path / "victim.log")
-    before = set(Path("/dev/shm").glob("vllm_offload_*.mmap"))
     world.start(victim)
-    (left,) = set(Path("/dev/shm").glob("vllm_offload_*.mmap")) - before
+    left = victim.host_pool()
     old = time.time() - 2 * STALE_S
     os.utime(left, (old, old))
     assert left not in abandoned(), "an engine maps it"

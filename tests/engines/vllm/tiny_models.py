@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 VOCABULARY = 512
@@ -91,13 +92,77 @@ def write_model(folder: Path, family: str, seed: int) -> None:
     write_tokenizer(folder)
 
 
-def write_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
+def write_adapter(folder: Path, seed: int, rank: int = 8) -> None:
+    """A LoRA adapter of the models above, strong enough to change what they say."""
+    import torch
+    from safetensors.torch import save_file
+
+    random = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(LAYERS):
+        for name, width in (("q_proj", HEADS * HEAD_DIM), ("v_proj", KV_HEADS * HEAD_DIM)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}."
+            weights[f"{at}lora_A.weight"] = torch.randn(rank, HIDDEN, generator=random) * 0.1
+            weights[f"{at}lora_B.weight"] = torch.randn(width, rank, generator=random) * 0.1
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+AUDIO_TOKEN = 4
+"""Of the model that hears: the token that stands for a sound."""
+
+
+def write_hearing_model(folder: Path, seed: int) -> None:
+    """A Qwen2-Audio: a Whisper encoder, and a Qwen2. (vLLM's models that see import torchvision,
+    of which there is no build for CPUs here.)"""
+    import torch
+    from transformers import Qwen2AudioConfig, Qwen2AudioEncoderConfig, Qwen2Config
+    from transformers import Qwen2AudioForConditionalGeneration as Qwen2Audio
+
+    torch.manual_seed(seed)
+    sound = Qwen2AudioEncoderConfig(
+        d_model=64, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=128,
+        num_mel_bins=128,
+    )  # fmt: skip
+    text = Qwen2Config(
+        hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    config = Qwen2AudioConfig(
+        audio_config=sound, text_config=text, audio_token_index=AUDIO_TOKEN, initializer_range=0.1
+    )
+    Qwen2Audio(config).save_pretrained(folder)
+    write_tokenizer(folder, {AUDIO_TOKEN: "<|AUDIO|>", 5: "<|audio_bos|>", 6: "<|audio_eos|>"})
+    hearing = {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": 128,
+        "processor_class": "Qwen2AudioProcessor",
+        "return_attention_mask": True,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(hearing))
+
+
+def write_tokenizer(folder: Path, special_words: Mapping[int, str] | None = None) -> None:
+    """Words t4, t5, ..., but for these."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
-    words |= {f"t{number}": number for number in range(4, VOCABULARY)}
+    others = special_words or {}
+    words |= {f"t{number}": number for number in range(4, VOCABULARY) if number not in others}
+    words |= {word: number for number, word in others.items()}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in others.values()])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

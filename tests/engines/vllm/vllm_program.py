@@ -28,6 +28,8 @@ class Program:
         from vllm import LLM
 
         self.do_stop()
+        # vLLM collects garbage four times at each start and end, through all it has imported.
+        gc.freeze()
         defaults = {
             "skip_tokenizer_init": True,
             "dtype": "float32",
@@ -58,8 +60,11 @@ class Program:
         tokens: int = 16,
         together: bool = False,
         prompt_logprobs: int | None = None,
+        adapter: list[Any] | None = None,
+        sound: int | None = None,
     ) -> dict[str, Any]:
-        """One after another, or all at once."""
+        """One after another, or all at once. adapter: name, number and folder of a LoRA. image:
+        seed of a made-up picture, for prompts with a place for one."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -73,11 +78,18 @@ class Program:
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
         if salt is not None:
             asked = [{**prompt, "cache_salt": salt} for prompt in asked]
+        if sound is not None:
+            asked = [{**prompt, "multi_modal_data": {"audio": noise(sound)}} for prompt in asked]
+        lora = None
+        if adapter is not None:
+            from vllm.lora.request import LoRARequest
+
+            lora = LoRARequest(*adapter)
         groups = [asked] if together else [[prompt] for prompt in asked]
         results = []
         for group in groups:
             began_s = time.monotonic()
-            outputs = self.llm.generate(group, params, use_tqdm=False)
+            outputs = self.llm.generate(group, params, use_tqdm=False, lora_request=lora)
             seconds = time.monotonic() - began_s
             results += [{**told(output), "seconds": seconds} for output in outputs]
         return {"results": results}
@@ -165,6 +177,13 @@ class Program:
     @property
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def noise(seed: int) -> Any:
+    """A second of it, and its sampling rate."""
+    import numpy as np
+
+    return np.random.default_rng(seed).normal(0, 0.3, 16_000).astype(np.float32), 16_000
 
 
 def told(output: Any) -> dict[str, Any]:

@@ -104,6 +104,12 @@ class Engine:
     def held(self) -> dict[str, Any]:
         return self.ask("held")
 
+    def host_pool(self) -> Path:
+        """The file of its offloading's host pool, which it maps."""
+        maps = Path(f"/proc/{self._process.pid}/maps").read_text().splitlines()
+        (found,) = {line.split(maxsplit=5)[-1] for line in maps if "vllm_offload_" in line}
+        return Path(found)
+
     def tail(self) -> str:
         return self.log.read_text()[-6000:]
 

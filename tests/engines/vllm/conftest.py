@@ -1,0 +1,17 @@
+"""Two processes with vLLM imported, for all tests of a run: to start one takes longer than most
+tests. An engine that a test starts in one ends the engine that was there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from vllm_rig import Engine
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Engine]]:
+    folder = tmp_path_factory.mktemp("engines")
+    made = (Engine(folder / "a.log"), Engine(folder / "b.log"))
+    yield made
+    assert [engine.end() for engine in made] == [0, 0]
