@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
 from kvstore.blocks import Key
-from kvstore.service.kv_events import (
+from kvstore.kv_events import (
     AllBlocksCleared,
     Batch,
     BlockRemoved,

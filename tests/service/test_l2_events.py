@@ -14,8 +14,7 @@ from sidecar_rig import NAMESPACE, SLOTS, ForkedSidecar
 import kvstore
 from kvstore.blocks import Key
 from kvstore.errors import ConfigError
-from kvstore.service.engine_index import EngineIndex
-from kvstore.service.kv_events import (
+from kvstore.kv_events import (
     AllBlocksCleared,
     Batch,
     BlockRemoved,
@@ -24,6 +23,7 @@ from kvstore.service.kv_events import (
     encode,
     short_name,
 )
+from kvstore.service.engine_index import EngineIndex
 from kvstore.service.l2_events import Names, name_of
 from kvstore.testing.processes import free_port
 from kvstore.tiers.changes import Told

@@ -125,6 +125,7 @@ def write_hearing_model(folder: Path, seed: int) -> None:
     """A Qwen2-Audio: a Whisper encoder, and a Qwen2. (vLLM's models that see import torchvision,
     of which there is no build for CPUs here.)"""
     import torch
+    from safetensors.torch import load_file, save_file
     from transformers import Qwen2AudioConfig, Qwen2AudioEncoderConfig, Qwen2Config
     from transformers import Qwen2AudioForConditionalGeneration as Qwen2Audio
 
@@ -142,6 +143,10 @@ def write_hearing_model(folder: Path, seed: int) -> None:
         audio_config=sound, text_config=text, audio_token_index=AUDIO_TOKEN, initializer_range=0.1
     )
     Qwen2Audio(config).save_pretrained(folder)
+    # This release of transformers says "model" once too often.
+    weights = load_file(folder / "model.safetensors")
+    weights = {name.replace(".model.model.", ".model."): each for name, each in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder, {AUDIO_TOKEN: "<|AUDIO|>", 5: "<|audio_bos|>", 6: "<|audio_eos|>"})
     hearing = {
         "feature_extractor_type": "WhisperFeatureExtractor",
