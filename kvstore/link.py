@@ -13,13 +13,15 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvstore.blocks import Namespace
+from kvstore.catalog import CatalogView
 from kvstore.errors import ConfigError, TierUnavailable
 from kvstore.leases import Slab
 from kvstore.protocol import (
+    MAX_HASHES,
     PROTOCOL_VERSION,
     Malformed,
     Receiver,
@@ -32,6 +34,10 @@ from kvstore.protocol import (
 MAX_OUTBOUND_BYTES: Final = 16 << 20
 """Bytes waiting for the writer above which a client asks nothing new. Hand-backs still pass: there
 are no more of them than outstanding tickets."""
+NOTES_MAX: Final = 16
+"""Runs answered by the catalogue that the sidecar is still to hear of."""
+SHOWN: Final = "l2"
+"""The tier of what the catalogue shows."""
 
 
 class NoSlab:
@@ -53,23 +59,36 @@ class Link:
     slab: the sidecar's slab, mapped here.
     alive: the stream still stands; False once its reader met its end.
     hung: the other side has been silent past the limit; it may speak again.
+    catalog: what the sidecar shows to all; None where it shows nothing.
+    unheard: the last ticket number given out before the latest commit, until the sidecar has
+        answered a later one: it has handled the commit then.
     holders: tickets with slots that have not been handed back. The safety rule of `protocol`:
         `finish` is called at zero and never before.
 
     Raises RuntimeError: the system has no room for one more thread. Nothing is taken over.
     """
 
-    def __init__(self, sock: socket.socket, receiver: Receiver, slab: Slab, session: int) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        receiver: Receiver,
+        slab: Slab,
+        session: int,
+        catalog: CatalogView | None = None,
+    ) -> None:
         self.sock = sock
         self.receiver = receiver
         self.slab = slab
         self.session = session
+        self.catalog = catalog
+        self.unheard: int | None = None
         self.alive = True
         self.hung = False
         self.holders = 0
         self.waiting_since_s: float | None = None
         self.pinged = False
         self.outbound_bytes = 0
+        self._notes: deque[Callable[[], Sequence[bytes]]] = deque()
         self._pending: deque[bytes] = deque()
         self._writing = False
         self._broken = False
@@ -120,6 +139,36 @@ class Link:
                 self.outbound_bytes -= len(data)
         self.sock.close()
         self.slab.close()
+
+    def known(self, hashes: Sequence[bytes]) -> list[str] | None:
+        """Tiers of the run as the catalogue tells it; None where the sidecar has to be asked: for
+        what lies in a tier, and for what a commit of ours, still under way, may have changed."""
+        if self.catalog is None or not hashes:
+            return None
+        run = self.catalog.run(hashes)
+        return [SHOWN] * run if run == len(hashes) or self.is_absent(hashes[run]) else None
+
+    def is_absent(self, name: bytes) -> bool:
+        """Whether the catalogue says that a block is nowhere, for certain."""
+        return self.catalog is not None and self.unheard is None and self.catalog.absent(name)
+
+    def note(self, run: Callable[[], Sequence[bytes]]) -> None:
+        """Keep a run that the catalogue answered until the next verb, or until there are many. One
+        that a sidecar that does not read would never hear of is let go."""
+        if self.outbound_bytes > MAX_OUTBOUND_BYTES:
+            return
+        self._notes.append(run)
+        if len(self._notes) >= NOTES_MAX:
+            self.send(self.noted())
+
+    def noted(self) -> bytes:
+        """The runs kept, as messages that the sidecar is to hear before the next verb."""
+        messages = []
+        with contextlib.suppress(IndexError):  # somebody else may take them too
+            while True:
+                run = self._notes.popleft()
+                messages.append(pack(Verb.ASKED, run()[:MAX_HASHES]))
+        return b"".join(messages)
 
     def stop_reading(self) -> None:
         """Wake whoever blocks in a read, as at the stream's end. What is queued is still sent."""
@@ -174,20 +223,24 @@ def dial(
             sock.sendall(greeting)  # turned away already: the reason is there to be read
         receiver = Receiver(sock)
         flags = socket.MSG_CMSG_CLOEXEC
-        data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 1, flags)
+        data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 2, flags)
         if not data:
             raise TierUnavailable(f"the sidecar at {path} hung up at hello")
         receiver.feed(data)
-        slots, slot_bytes, session = _welcome(receiver.read(), path)
+        about = _welcome(receiver.read(), path)
         if not fds:
             raise TierUnavailable(f"the sidecar at {path} passed no slab")
-        slab = Slab.attach(fds.pop(), slots, slot_bytes)
+        salt = about.get("salt")
+        catalog = CatalogView(fds[1], salt) if len(fds) > 1 and type(salt) is bytes else None
+        numbers = [check_number(about.get(name)) for name in ("slots", "slot_bytes", "session")]
+        slots, slot_bytes, session = numbers
+        slab = Slab.attach(fds.pop(0), slots, slot_bytes)
         sock.settimeout(None)
         seconds = int(tick_s)
         micros = max(1, int((tick_s - seconds) * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, micros))
         try:
-            return Link(sock, receiver, slab, session)
+            return Link(sock, receiver, slab, session, catalog)
         except RuntimeError as error:
             slab.close()
             raise TierUnavailable(f"no thread for the sidecar at {path}: {error}") from None
@@ -203,8 +256,8 @@ def dial(
             os.close(fd)
 
 
-def _welcome(message: list[Any] | None, path: str) -> tuple[int, int, int]:
-    """(slots, slot_bytes, session) of the sidecar's answer to a hello."""
+def _welcome(message: list[Any] | None, path: str) -> dict[str, Any]:
+    """What the sidecar's answer to a hello says."""
     if message is None:
         raise TierUnavailable(f"the sidecar at {path} hung up at hello")
     if message[0] == Verb.REFUSED and len(message) == 3:
@@ -213,14 +266,13 @@ def _welcome(message: list[Any] | None, path: str) -> tuple[int, int, int]:
         raise ConfigError(f"the sidecar at {path} refused: {message[1]}")
     if message[0] != Verb.WELCOME or len(message) != 2 or type(message[1]) is not dict:
         raise Malformed("no welcome")
-    about = message[1]
+    about: dict[str, Any] = message[1]
     if about.get("version") != PROTOCOL_VERSION:
         raise ConfigError(
             f"the sidecar at {path} speaks protocol {about.get('version')!r}, this client "
             f"{PROTOCOL_VERSION}; run the same kvstore on both sides"
         )
-    slots, slot_bytes = check_number(about.get("slots")), check_number(about.get("slot_bytes"))
-    return slots, slot_bytes, check_number(about.get("session"))
+    return about
 
 
 def check_slots(slots: Sequence[Any], right: int, link: Link) -> None:

@@ -7,7 +7,9 @@ A message is four bytes of length (little endian) and that many bytes of msgpack
 first element is a `Verb`. The client speaks first:
 
     [HELLO, {version, namespace, digest, token, client, pid, route}]      route may be left out
-                         -> [WELCOME, {version, slots, slot_bytes, session}]  + the slab's fd
+                         -> [WELCOME, {version, slots, slot_bytes, session, salt}]
+                            + the file descriptors of the slab and of the catalogue (`catalog`),
+                            of which `salt` finds this client's blocks
                          -> [REFUSED, text, again]    and the server hangs up; again: it may
                                                       be worth another try later
     [MATCH | LOAD | SAVE, ticket, [hash, ...]]
@@ -16,6 +18,7 @@ first element is a `Verb`. The client speaks first:
                                  another number (its answer came after the client gave up), the
                                  server releases instead of publishing slots nobody filled
     [RELEASE, ticket]
+    [ASKED, [hash, ...]]         a run that was asked for, and answered by the catalogue
     [PING, number]       -> [PONG, number]        everything sent before has been handled
     [STATS_ASK, token]   -> [STATS, {...}]        instead of a hello; then the server hangs up
     [BYE]                the client has no copy running and will hang up
@@ -84,6 +87,7 @@ class Verb(enum.IntEnum):
     STATS_ASK = 12
     STATS = 13
     BYE = 14
+    ASKED = 15
 
 
 class Malformed(KVStoreError):

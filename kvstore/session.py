@@ -74,12 +74,14 @@ class Session:
         if self.closed:
             return self._ended(ticket)
         keys = self._keys(hashes)
-        with self._brain.lock:
-            self._brain.asked(keys)
-            if self.meter is not None:
-                self.meter.asked(ticket.hashes)
+        self._hear(hashes, keys)
         self._locate(ticket, keys, probe=True)
         return ticket
+
+    def asked(self, hashes: Sequence[bytes]) -> None:
+        """A run was asked for where the answer was known without us."""
+        if not self.closed:
+            self._hear(hashes, self._keys(hashes))
 
     def load(self, hashes: Sequence[bytes]) -> Load:
         """See `verbs`. A block in a tier without a local index is found only after a match."""
@@ -230,6 +232,13 @@ class Session:
         for waiter, flight in plan.waiting:
             self._brain.leave(waiter, flight)
         self._brain.release(self._client, [slot for _, slot in plan.ready])
+
+    def _hear(self, hashes: Sequence[bytes], keys: Sequence[Key]) -> None:
+        """Somebody asks for this run: for the order of eviction, and for statistics."""
+        with self._brain.lock:
+            self._brain.asked(keys)
+            if self.meter is not None:
+                self.meter.asked(hashes)
 
     def _keys(self, hashes: Sequence[bytes]) -> list[Key]:
         tenant, digest = self.tenant, self._namespace.digest

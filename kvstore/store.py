@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -290,6 +290,13 @@ class Store:
         """By digest, those that sessions have told of since the start."""
         with self.brain.lock:
             return dict(self._namespaces)
+
+    def held_below(self) -> Iterator[Key] | None:
+        """Every block that a tier holds, listed as it is read; None where a tier may come to hold
+        what this store does not know of."""
+        if not all(tier.local_index and tier.sole_writer for tier in self._tiers):
+            return None
+        return itertools.chain.from_iterable(tier.keys() for tier in self._tiers)
 
     def _known(self, digest: str) -> Namespace:
         known = self.namespaces()

@@ -184,6 +184,10 @@ class Connection:
         elif verb == Verb.RELEASE:
             _, number = message
             self._hand_back(check_number(number), None)
+        elif verb == Verb.ASKED:
+            _, hashes = message
+            self._ears.matched(self._session, check_hashes(hashes))
+            self._session.asked(hashes)
         elif verb == Verb.PING:
             _, number = message
             self._send(pack(Verb.PONG, check_number(number)))

@@ -31,6 +31,7 @@ from kvstore.protocol import (
 from kvstore.service.auth import Tenants
 from kvstore.service.connection import Connection
 from kvstore.service.ears import Asked, Ears
+from kvstore.service.keeper import Keeper
 from kvstore.service.sockets import set_timeouts
 from kvstore.session import Session
 from kvstore.store import Store
@@ -78,11 +79,13 @@ class HotPath:
         self._stopping = False
         self._counts = {"connections": 0, "refused": 0}
         self._listener = listener
+        self._keeper = Keeper(store)
         self._told_to_stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
 
     def start(self) -> None:
         """Begin to accept."""
+        self._keeper.start()
         self._acceptor.start()
 
     def snapshot(self) -> dict[str, Any]:
@@ -114,6 +117,7 @@ class HotPath:
         for thread in list(self._threads):
             thread.join()
         os.close(self._told_to_stop)
+        self._keeper.close()
 
     def _accept(self) -> None:
         """The acceptor: goes on until told to stop, whatever the system refuses meanwhile."""
@@ -225,7 +229,7 @@ class HotPath:
         with self._lock:
             self._connections[number] = connection
             self._counts["connections"] += 1
-        slab = self._store.slab
+        slab, catalog = self._store.slab, self._keeper.catalog
         welcome = pack(
             Verb.WELCOME,
             {
@@ -233,10 +237,11 @@ class HotPath:
                 "slots": slab.slots,
                 "slot_bytes": slab.slot_bytes,
                 "session": number,
+                "salt": catalog.salt(session.tenant, session.namespace.digest),
             },
         )
         try:
-            socket.send_fds(sock, [welcome], [slab.fd])
+            socket.send_fds(sock, [welcome], [slab.fd, catalog.fd])
         except BaseException:
             connection.end()
             raise

@@ -55,6 +55,9 @@ class Tier(abc.ABC):
     """Writes that are worth having in flight at once."""
     local_index: ClassVar[bool] = False
     """`contains` answers from this process's memory: no disk, no network, microseconds."""
+    sole_writer: ClassVar[bool] = False
+    """Nothing comes to be in it but what this process writes, and it can list what was there when
+    it was opened: what neither knows of is not there."""
     max_payload_bytes: ClassVar[int] = 1 << 30
     """Largest payload this tier takes."""
 

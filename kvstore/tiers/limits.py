@@ -36,7 +36,13 @@ MAX_RATE_WAIT_S = 2.0
 """A transfer that would have to wait longer for its rate is refused: shorter than a store waits for
 its workers when it closes."""
 
-_CAPABILITIES = ("workers_read", "workers_write", "local_index", "max_payload_bytes")
+_CAPABILITIES = (
+    "workers_read",
+    "workers_write",
+    "local_index",
+    "sole_writer",
+    "max_payload_bytes",
+)
 
 
 class Wrapper(Tier):

@@ -34,7 +34,7 @@ from kvstore.tiers.policies.eviction import EvictionPolicy
 from kvstore.tiers.policies.write import WritePolicy
 from kvstore.tiers.queued import STALL_OFFERS
 from kvstore.tiers.quotas import SlotQuotas
-from kvstore.tiers.slots import WORKERS, Block, SlotTable
+from kvstore.tiers.slots import WORKERS, Block, Listing, SlotTable
 from kvstore.tiers.spills import Spills
 
 
@@ -163,8 +163,7 @@ class Brain:
     def match(self, keys: Sequence[Key], nbytes: int) -> int:
         """Length of the leading run that is READY in L2."""
         with self.lock:
-            lacks = (i for i, key in enumerate(keys) if self._table.usable(key, nbytes) is None)
-            return next(lacks, len(keys))
+            return self._table.run(keys, nbytes)
 
     def held(self, keys: Sequence[Key], nbytes: int) -> list[bool]:
         """For each key, whether it is READY in L2 or on its way there from a tier."""
@@ -204,7 +203,8 @@ class Brain:
             for index in range(len(keys)):
                 if index in ready:
                     continue
-                plan.reason = self._fetch(client, keys, index, nbytes, sources[index], owner, plan)
+                waiter = Waiter(client, owner, index)
+                plan.reason = self._fetch(waiter, keys[index], nbytes, sources[index], plan)
                 if plan.reason:
                     plan.cut_at = index
                     break
@@ -371,6 +371,11 @@ class Brain:
 
     # --- views --------------------------------------------------------------------------
 
+    def list_in(self, listing: Listing) -> None:
+        """Show every READY block there, now and from here on."""
+        with self.lock:
+            self._table.list_in(listing)
+
     def clear(self) -> int:
         """Evict every block that nobody has a lease on; returns how many."""
         with self.lock:
@@ -401,17 +406,9 @@ class Brain:
     # --- inside: all under the lock -----------------------------------------------------
 
     def _fetch(
-        self,
-        client: int,
-        keys: Sequence[Key],
-        index: int,
-        nbytes: int,
-        source: int | None,
-        owner: Any,
-        plan: LoadPlan,
+        self, waiter: Waiter, key: Key, nbytes: int, source: int | None, plan: LoadPlan
     ) -> str:
-        """Join the flight of keys[index] or start one; says why not, when neither can be."""
-        key = keys[index]
+        """Join the flight of a block or start one; says why not, when neither can be."""
         flight = self._flights.get(key)
         if flight is None:
             if self._of_size(key, nbytes) is not None:
@@ -430,7 +427,6 @@ class Brain:
             plan.flights.append(flight)
         elif flight.nbytes != nbytes:
             return "of another size"
-        waiter = Waiter(client, owner, index)
         flight.waiters.append(waiter)
         plan.waiting.append((waiter, flight))
         return ""

@@ -28,6 +28,7 @@ class MemoryTier(Tier):
     """Keeps frames in this process's memory, and loses them with it."""
 
     local_index = True
+    sole_writer = True
 
     def __init__(self, capacity_bytes: int = DEFAULT_CAPACITY_BYTES, *, name: str = "memory"):
         self.name = name

@@ -11,7 +11,8 @@ All methods are called under the brain's lock.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from kvstore.blocks import Key
 from kvstore.tiers.changes import Changes
@@ -21,6 +22,18 @@ WORKERS: Final = 0
 """The client that holds the leases of the store's own workers."""
 PINS: Final = -1
 """The client that holds one lease on each pinned block."""
+
+
+class Listing(Protocol):
+    """Where READY blocks are shown to others as they come and go; called under the brain's lock."""
+
+    def show(self, key: Key) -> None:
+        """The block is READY; it may be shown already."""
+        ...
+
+    def take_off(self, key: Key) -> None:
+        """It is not any more."""
+        ...
 
 
 class Block:
@@ -77,11 +90,19 @@ class SlotTable:
         self._blocks: dict[Key, Block] = {}
         self._by_slot: list[Block | None] = [None] * slots
         self._held: dict[int, Counter[int]] = {WORKERS: Counter(), PINS: Counter()}
+        self._listing: Listing | None = None
 
     @property
     def free(self) -> int:
         """Slots that are FREE."""
         return len(self._free)
+
+    def list_in(self, listing: Listing) -> None:
+        """Show every READY block there, now and from here on."""
+        self._listing = listing
+        for block in self._blocks.values():
+            if block.ready:
+                listing.show(block.key)
 
     def add_client(self, client: int) -> None:
         """A client that may hold leases from here on."""
@@ -106,6 +127,15 @@ class SlotTable:
         """The block of this key if it is READY and of this size."""
         block = self._blocks.get(key)
         return block if block is not None and block.ready and block.nbytes == nbytes else None
+
+    def run(self, keys: Sequence[Key], nbytes: int) -> int:
+        """How many of these blocks, from the first on, are READY and of this size."""
+        blocks = self._blocks
+        for index, key in enumerate(keys):
+            block = blocks.get(key)
+            if block is None or not block.ready or block.nbytes != nbytes:
+                return index
+        return len(keys)
 
     def at(self, slot: int) -> Block:
         """The block in a slot that is not free."""
@@ -141,6 +171,8 @@ class SlotTable:
         block.epoch = self.epoch
         self.policy.inserted(block.key, block.nbytes)
         self.evictable += block.evictable
+        if self._listing is not None:
+            self._listing.show(block.key)
         self.changes.moved(block.key, True)
         return block
 
@@ -183,6 +215,8 @@ class SlotTable:
         self.policy.removed(block.key)
         self._set_free(block)
         self.evictions += 1
+        if self._listing is not None:
+            self._listing.take_off(block.key)
         self.changes.moved(block.key, False)
 
     def evict_idle(self) -> int:

@@ -199,3 +199,10 @@ def flush(sidecar: ForkedSidecar) -> None:
     request = urllib.request.Request(f"{sidecar.url}/v1/flush", method="POST")
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert json.load(answer) == {"flushed": True}
+
+
+def clear(sidecar: ForkedSidecar, tier: str) -> None:
+    """Empty a tier."""
+    request = urllib.request.Request(f"{sidecar.url}/v1/clear?tier={tier}", method="POST")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert json.load(answer) == {"cleared": tier}

@@ -14,20 +14,22 @@ from sglang_rig import (
     PAGE_BYTES,
     HostMemory,
     Rank,
+    clear,
     config,
     flush,
     keys_of,
     settings,
     slots,
 )
-from sidecar_rig import ForkedSidecar, disk
+from sidecar_rig import ForkedSidecar, disk, wait_until
 
 import kvstore
 from kvstore.blocks import Namespace
+from kvstore.config import merged
 from kvstore.connectors.sglang.copies import Copies
 from kvstore.connectors.sglang.describe import EXTENTS, FLAT, HostPool, namespace_of
 from kvstore.connectors.sglang.settings import DeadlineSettings
-from kvstore.connectors.sglang.shelf import Shelf
+from kvstore.connectors.sglang.shelf import Shelf, hashes_of
 from kvstore.connectors.sglang.shelves import Shelves
 from kvstore.errors import ConfigError
 
@@ -94,21 +96,29 @@ def test_pages_behind_a_missing_one_are_still_got(sidecar: ForkedSidecar) -> Non
         }
 
 
-def test_exists_is_one_trip(sidecar: ForkedSidecar) -> None:
+def test_exists_is_one_trip_at_most(tmp_path: Path) -> None:
+    sidecar = ForkedSidecar(tmp_path, merged(slots(64), disk(tmp_path / "disk")))
     namespace = Namespace(model="trips", layers=2, kv_heads=2, head_dim=64, block_tokens=4)
     client = kvstore.connect(sidecar.socket, namespace)
     copies = Copies(1)
     shelf = Shelf(client, copies, GUARD)
     host = HostMemory(8)
     keys = keys_of("trips", 100)
+    wait_until(lambda: client.is_absent(hashes_of(keys)[99]), "the catalogue is filled")
     assert shelf.set(keys[:8], HostPool(host, "kv").extents(host.indices(range(8)))) == [True] * 8
     asked = client.stats()["asked"]
     assert shelf.run(keys) == 8
-    assert client.stats()["asked"] == asked + 1
+    assert shelf.run(keys[8:]) == 0
+    assert shelf.holds(keys[4:10]) == [True] * 4 + [False] * 2
     assert shelf.run([]) == 0
-    assert client.stats()["asked"] == asked + 1, "nothing to ask"
+    assert client.stats()["asked"] == asked, "the catalogue tells"
+    flush(sidecar)
+    clear(sidecar, "l2")
+    assert shelf.run(keys) == 8
+    assert client.stats()["asked"] == asked + 1, "what lies on disk is asked for"
     shelf.close()
     copies.close()
+    assert sidecar.stop() == 0
 
 
 def all_that_fixes_a_page() -> list[Namespace]:

@@ -244,8 +244,8 @@ def test_a_hung_sidecar_costs_a_call_no_more_than_its_deadline(tmp_path: Path) -
         sidecar.suspend()
         was = host.page(2)
         try:
+            assert rank.run(keys) == 2, "what it shows in memory is there as ever"
             for _ in range(3):
-                assert rank.run(keys) == 0
                 assert rank.get(keys, [2, 3]) == [False, False]
                 assert rank.set(keys, [0, 1]) == [False, False]
         finally:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from kvstore.client import Client
 from kvstore.verbs import BlockStore, Load, Match, Save, SlotBuffer
 
 
@@ -22,6 +23,7 @@ class Desk:
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
+        self._client = store if isinstance(store, Client) else None
         self._verbs = threading.Lock()
         self._turns = threading.Condition()
         self._polled = False
@@ -39,6 +41,14 @@ class Desk:
 
     def slab_of(self, ticket: Load | Save) -> SlotBuffer:
         return self._store.slab_of(ticket)
+
+    def lacks(self, first: bytes, run: Callable[[], Sequence[bytes]]) -> bool:
+        """Whether a run's first block is held nowhere, for certain and without a word to the store;
+        which is then told of the run when it is next spoken to. False says nothing."""
+        if self._client is None or not self._client.is_absent(first):
+            return False
+        self._client.note(run)
+        return True
 
     def match(self, hashes: Sequence[bytes]) -> Match:
         with self._verbs:

@@ -85,11 +85,13 @@ class Shelf:
         self._counting = threading.Lock()
 
     def run(self, keys: Sequence[str]) -> int:
-        """How many of these pages, from the first on, the store holds. One trip.
+        """How many of these pages, from the first on, the store holds.
 
-        Tiers that have to be asked over the network are asked by this, and known by the reads that
-        follow.
+        No trip where the node's catalogue tells, else one. Tiers that have to be asked over the
+        network are asked by it, and known by the reads that follow.
         """
+        if not keys or self._desk.lacks(_hash_of(keys[0]), lambda: hashes_of(keys)):
+            return 0
         return self._run(hashes_of(keys), self._until(0))
 
     def holds(self, keys: Sequence[str]) -> list[bool]:

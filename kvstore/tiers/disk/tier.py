@@ -47,6 +47,7 @@ class DiskTier(Tier):
     """Keeps frames in directories of its own. Made by `open`; see the package's `Config`."""
 
     local_index = True
+    sole_writer = True
 
     def __init__(
         self,
