@@ -162,7 +162,7 @@ class PrefetchSettings(Section):
     """How long an engine lets a request wait for blocks from below L2."""
 
     policy: str = "timeout"
-    """best_effort, wait_complete, timeout."""
+    """best_effort, wait_complete, timeout, adaptive."""
     base_ms: Milliseconds = 50.0
     """`timeout`: what every request may wait."""
     per_ki_token_ms: Milliseconds = 100.0

@@ -274,19 +274,15 @@ class CostModel:
         start, stop = first_block * size, (first_block + blocks) * size
         rest_s = self.compute_s(stop, end)
 
-        def both_s(compute: int) -> float:
-            computing_s = self.compute_s(start, start + compute * size)
-            return max(computing_s, self.run_load_s(tiers[compute:])) + rest_s
+        def computing_s(compute: int) -> float:
+            return self.compute_s(start, start + compute * size)
 
-        low, high = 0, blocks
-        while low < high:
-            middle = (low + high) // 2
-            if self.compute_s(start, start + middle * size) < self.run_load_s(tiers[middle:]):
-                low = middle + 1
-            else:
-                high = middle
-        best = min((n for n in (low - 1, low) if n >= 0), key=both_s)
-        return Split(best, both_s(best), both_s(0), both_s(blocks))
+        def loading_s(compute: int) -> float:
+            return self.run_load_s(tiers[compute:])
+
+        best, best_s = meet(blocks, computing_s, loading_s)
+        load_s, compute_s = loading_s(0), computing_s(blocks)
+        return Split(best, best_s + rest_s, load_s + rest_s, compute_s + rest_s)
 
     def _lead_s(self, tier: str, blocks: int) -> float:
         """Seconds by which loading a run from the start is sooner than computing it."""
@@ -313,6 +309,26 @@ def _lowest(value: Callable[[int], float], low: int, high: int) -> int:
         else:
             high = middle
     return low
+
+
+def meet(
+    blocks: int, computing_s: Callable[[int], float], loading_s: Callable[[int], float]
+) -> tuple[int, float]:
+    """How many leading blocks of a run to compute while the others are loaded, and how long both
+    take.
+
+    computing_s(n): seconds to compute the first n blocks, never falling with n.
+    loading_s(n): seconds to load all but the first n, never growing with n.
+    """
+    low, high = 0, blocks
+    while low < high:
+        middle = (low + high) // 2
+        if computing_s(middle) < loading_s(middle):
+            low = middle + 1
+        else:
+            high = middle
+    choices = ((n, max(computing_s(n), loading_s(n))) for n in (low - 1, low) if n >= 0)
+    return min(choices, key=lambda choice: choice[1])
 
 
 def bandwidth_to_pay(bytes_per_token: int, prefill_tokens_per_s: float) -> float:

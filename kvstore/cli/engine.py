@@ -79,7 +79,7 @@ def engine_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="torch's CPU threads.")] = None,
     prefetch: Annotated[
-        str | None, typer.Option(help="best_effort, wait_complete or timeout.")
+        str | None, typer.Option(help="best_effort, wait_complete, timeout or adaptive.")
     ] = None,
     deadline_ms: Annotated[
         float | None, typer.Option(help="Longest a request waits for the store.")

@@ -134,7 +134,7 @@ class Attempts:
             self.counts["matches"] += 1
         return self._answer(waiting, attempt, now_s, can_start)
 
-    def take(self, request_id: str, blocks: int) -> Load:
+    def take(self, request_id: str, blocks: int) -> list[Load]:
         """End a request's waiting with its hit; the ticket is the caller's to release."""
         waiting = self._waiting.pop(request_id, None)
         attempt = waiting.attempt if waiting is not None else None
@@ -142,7 +142,7 @@ class Attempts:
         assert attempt is not None, "load without a match"
         assert load is not None, "load without a hit"
         assert 0 < blocks <= attempt.offered, f"{blocks} blocks of a hit of {attempt.offered}"
-        return load
+        return [load]
 
     def abort(self, request_id: str) -> None:
         """Forget a request and hand back what it holds; unknown ones too."""
@@ -204,7 +204,7 @@ class Attempts:
         if not attempt.settled and not late:
             if load is None and match.done:
                 return PENDING  # slots may be asked for later
-            if in_round_trip and (load is None or ready < _leading_l2(match.tiers)):
+            if in_round_trip and (load is None or ready < leading_l2(match.tiers)):
                 return PENDING
             if self._verdict(waiting, attempt, match, now_s) is Verdict.WAIT:
                 return PENDING
@@ -254,7 +254,7 @@ class Attempts:
         run = len(match.tiers)
         if run * self._block_tokens >= self._min_load_tokens:
             return run
-        return _leading_l2(match.tiers)
+        return leading_l2(match.tiers)
 
     def _leasable(self) -> int:
         """Slots one more attempt may ask for; a request that waits alone may have all."""
@@ -282,7 +282,7 @@ class Attempts:
         waiting.attempt = None
 
 
-def _leading_l2(tiers: Sequence[str]) -> int:
+def leading_l2(tiers: Sequence[str]) -> int:
     """Blocks at the front of a run that lie in L2."""
     for index, tier in enumerate(tiers):
         if tier != L2:

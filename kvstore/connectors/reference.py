@@ -19,9 +19,11 @@ import torch
 from kvstore import kernels
 from kvstore.connectors.attempts import Attempts
 from kvstore.connectors.base import Copy, CopyThread, Direction, GuardedStore
+from kvstore.connectors.two_ends import TwoEnds
 from kvstore.engine.hooks import MISS, HookEvent, HookMatch, Loaded, Saved
 from kvstore.kernels import Copier, Event
 from kvstore.kernels.error_meter import ErrorMeter
+from kvstore.tiers.policies.adaptive import Adaptive
 from kvstore.tiers.policies.prefetch import PrefetchPolicy
 from kvstore.verbs import BlockStore, Load, Save
 
@@ -33,11 +35,14 @@ WAIT_SLICE_S: Final = 0.002
 
 @dataclass(eq=False, slots=True)
 class Loading:
-    """A load whose first `blocks` blocks are being scattered. reported: the engine was told."""
+    """A load whose first `blocks` blocks are being scattered. reported: the engine was told.
+
+    tickets: in order, all in one slab; their slots in one row are the blocks. tiers: of each."""
 
     request_id: str
-    ticket: Load
+    tickets: list[Load]
     blocks: int
+    tiers: list[str]
     reported: bool = False
 
 
@@ -86,13 +91,13 @@ class ReferenceHooks:
         self._store = GuardedStore(store)
         self._deadline_ms = deadline_ms
         self._clock = clock
-        self._attempts = Attempts(
-            self._store,
-            policy=policy,
-            deadline_ms=deadline_ms,
-            min_load_tokens=min_load_tokens,
-            clock=clock,
-        )
+        self._policy = policy
+        limits: dict[str, Any] = {"deadline_ms": deadline_ms, "min_load_tokens": min_load_tokens}
+        self._attempts: Attempts | TwoEnds
+        if isinstance(policy, Adaptive):
+            self._attempts = TwoEnds(self._store, policy=policy, clock=clock, **limits)
+        else:
+            self._attempts = Attempts(self._store, policy=policy, clock=clock, **limits)
         self._copier = copier if copier is not None else kernels.copier_for(layout, form)
         self._copies = CopyThread(self._copier)
         self._meter = ErrorMeter(layout, form) if form.storage == "int8" else None
@@ -113,11 +118,13 @@ class ReferenceHooks:
 
     def load(self, request_id: str, pages: Sequence[int], blocks: int) -> None:
         """See `KVHooks.load`."""
-        ticket = self._attempts.take(request_id, blocks)
+        tickets = self._attempts.take(request_id, blocks)
         rows = self._rows(pages)
         assert len(rows) == blocks, f"pages of {len(rows)} blocks for {blocks}"
-        loading = Loading(request_id, ticket, blocks)
-        if not self._copy(Direction.SCATTER, rows, ticket.slots[:blocks], loading):
+        slots = [slot for ticket in tickets for slot in ticket.slots][:blocks]
+        tiers = [tier for ticket in tickets for tier in ticket.tiers[: len(ticket.slots)]]
+        loading = Loading(request_id, tickets, blocks, tiers)
+        if not self._copy(Direction.SCATTER, rows, slots, loading):
             self._report_load(loading, 0)
             self._end_load(loading)
 
@@ -139,6 +146,11 @@ class ReferenceHooks:
         saving = self._saving[save_id] = Saving(save_id, rows, self._clock(), ticket)
         self._move_save(saving)
         return save_id
+
+    def computed(self, start: int, tokens: int, seconds: float) -> None:
+        """See `KVHooks.computed`."""
+        if isinstance(self._policy, Adaptive):
+            self._policy.computed(start, tokens, seconds)
 
     def poll(self, timeout_s: float = 0.0) -> list[HookEvent]:
         """See `KVHooks.poll`. Also returns when a wait of its own has run out."""
@@ -173,6 +185,7 @@ class ReferenceHooks:
             "slots_leased_waiting": self._attempts.slots_leased(),
             "saves_under_way": len(self._saving),
             "copies_under_way": self._copies.under_way,
+            **({"adaptive": self._policy.stats()} if isinstance(self._policy, Adaptive) else {}),
             **({"kv_int8": self._meter.stats()} if self._meter is not None else {}),
         }
 
@@ -226,14 +239,15 @@ class ReferenceHooks:
     def _report_load(self, loading: Loading, blocks: int, layers: Sequence[Event] = ()) -> None:
         """Tell the engine, once, of the blocks it may count on."""
         loading.reported = True
-        self._blocks_by_tier.update(loading.ticket.tiers[:blocks])
+        self._blocks_by_tier.update(loading.tiers[:blocks])
         self._counts["blocks_loaded"] += blocks
         self._events.append(Loaded(loading.request_id, blocks, tuple(layers)))
 
     def _end_load(self, loading: Loading) -> None:
-        """No copy reads the slots any more: hand the ticket back."""
+        """No copy reads the slots any more: hand the tickets back."""
         assert loading.reported
-        self._store.release(loading.ticket)
+        for ticket in loading.tickets:
+            self._store.release(ticket)
 
     def _copy(
         self,
@@ -243,7 +257,8 @@ class ReferenceHooks:
         owner: Loading | Saving,
     ) -> bool:
         """Queue a copy; False when there is no room for one more."""
-        slab = self._store.store.slab_of(owner.ticket)
+        ticket = owner.ticket if isinstance(owner, Saving) else owner.tickets[0]
+        slab = self._store.store.slab_of(ticket)
         by_layer = direction is Direction.SCATTER
         after = self._copier.mark()
         copy = Copy(direction, rows, slab, tuple(slots), after, owner, by_layer=by_layer)

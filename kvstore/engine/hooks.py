@@ -1,4 +1,5 @@
-"""What the engine asks of whoever keeps KV for it. Five verbs, none of which blocks or raises.
+"""What the engine asks of whoever keeps KV for it. Five verbs, none of which blocks or raises, and
+one word from the engine, `computed`: how long its steps take.
 
 Called from the engine's loop thread only. `connectors/reference` implements them over a store or a
 client; `NoHooks` is the dull twin: an engine without kvstore.
@@ -6,8 +7,11 @@ client; `NoHooks` is the dull twin: an engine without kvstore.
 Life of a request, seen from here:
 
 1. On arrival and again whenever the scheduler considers the request: `match`. PENDING means "ask
-   again, start nobody on my account"; the engine keeps the request waiting and runs others. HIT
-   means that `blocks` blocks from `first_block` on lie in L2 under lease, until `load` or `abort`.
+   again, start nobody on my account"; the engine keeps the request waiting and runs others. PENDING
+   with `compute` means "start it: its next blocks are sooner computed, and what follows them is on
+   its way"; the engine computes so many blocks at most, and asks again, before each further step of
+   this request. HIT means that `blocks` blocks from `first_block` on lie in L2 under lease, until
+   `load` or `abort`; with `more`, that it pays to ask again once they are loaded.
 2. The engine takes pages for them and calls `load`; the pages are the connector's until the
    `Loaded` event. `Loaded.blocks` may be fewer than asked for: the engine computes the rest, each
    layer after that layer of the load.
@@ -28,11 +32,19 @@ from kvstore.verbs import Answer
 
 @dataclass(slots=True)
 class HookMatch:
-    """Answer to `match`. `blocks` and `tiers` count only when HIT; one tier name per block."""
+    """Answer to `match`.
+
+    blocks, tiers, more: count only when HIT; one tier name per block. more: later blocks are held
+        or on their way for this request.
+    compute: counts only when PENDING; blocks from `first_block` on that the engine computes
+        meanwhile, 0 to wait.
+    """
 
     answer: Answer
     blocks: int = 0
     tiers: tuple[str, ...] = ()
+    more: bool = False
+    compute: int = 0
 
 
 class LayerArrival(Protocol):
@@ -91,9 +103,10 @@ class KVHooks(Protocol):
 
         hashes: the prompt's whole chain; only hashes[first_block:] is asked for.
         can_start: the engine could start this request now (best_effort answers with what is there).
-        Never PENDING past the connector's deadline, counted from the request's first match.
-        A later call with another `first_block` (L1 changed meanwhile) starts over within the same
-        deadline.
+        Past the connector's deadline, counted from the request's first match, never PENDING
+        without `compute`, and with it only up to blocks that are there.
+        A later call with another `first_block` (L1 changed meanwhile, or blocks were computed) goes
+        on or starts over within the same deadline.
         """
         ...
 
@@ -107,6 +120,11 @@ class KVHooks(Protocol):
 
     def save(self, request_id: str, hashes: Sequence[bytes], pages: Sequence[int]) -> int:
         """Offer full blocks. pages: pages_per_block ids for each hash. Returns the save_id."""
+        ...
+
+    def computed(self, start: int, tokens: int, seconds: float) -> None:
+        """A step took so long for a request's `tokens` tokens behind `start` others: several, so
+        prefill. Together with whatever else ran in that step."""
         ...
 
     def poll(self, timeout_s: float = 0.0) -> list[HookEvent]:
@@ -146,6 +164,9 @@ class NoHooks:
         self._next_id += 1
         self._saved.append(Saved(self._next_id, 0))
         return self._next_id
+
+    def computed(self, start: int, tokens: int, seconds: float) -> None:
+        return None
 
     def poll(self, timeout_s: float = 0.0) -> list[HookEvent]:
         events, self._saved = self._saved, []

@@ -133,6 +133,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._names = itertools.count()
         self._outputs: list[Output] = []
+        self._untold: tuple[int, int, float] | None = None
         self.counts = {"steps": 0, "computed_tokens": 0, "prompt_tokens": 0, "requests": 0}
         self.cached_tokens: dict[str, int] = {"l1": 0}
 
@@ -214,7 +215,9 @@ class Engine:
     def _compute(self, plan: list[Slice]) -> None:
         for layers in self.transfers.take_arriving():
             self.runner.expect(layers)
+        began_s = self.clock()
         logits = torch.as_tensor(self.runner.step([self._row(part) for part in plan]))
+        self._tell_time(plan, began_s, logits)
         self.counts["steps"] += 1
         ready: list[int] = []
         for index, part in enumerate(plan):
@@ -231,6 +234,26 @@ class Engine:
             now_s = self.clock()
             for job, token in zip(jobs, tokens, strict=True):
                 self._outputs.append(self._extend(job, token, now_s))
+
+    def _tell_time(self, plan: list[Slice], began_s: float, logits: torch.Tensor) -> None:
+        """Tell the hooks how long a step with prefill took.
+
+        A device may still be computing it. It is waited for where the answer is needed at once: by
+        a job whose later blocks are on their way, or because tokens will be chosen from it. Steps
+        that nobody waits for are told together with the next one.
+        """
+        longest = max(plan, key=lambda part: part.tokens)
+        start, tokens, since_s = self._untold or (longest.job.computed, 0, began_s)
+        tokens += longest.tokens
+        job_ends = any(part.job.computed + part.tokens == part.job.length for part in plan)
+        if logits.is_cuda and not job_ends and not any(part.job.ahead for part in plan):
+            self._untold = (start, tokens, since_s)
+            return
+        if logits.is_cuda:
+            logits[0, 0].item()
+        self._untold = None
+        if tokens > 1:
+            self.hooks.computed(start, tokens, self.clock() - since_s)
 
     def _row(self, part: Slice) -> StepRow:
         job, end = part.job, part.job.computed + part.tokens

@@ -201,6 +201,9 @@ class Job:
     start: this job's place in the order of starts; -1 while it waits.
     match_open: the hooks may hold something for this job's last match.
     pending: the last consideration ended in waiting for KV that is on its way.
+    ahead: later blocks may be on their way while this job runs: the hooks are asked before each of
+        its steps. compute_to: how far it may compute until then, in tokens.
+    counting: what is loaded counts as cached; not in a life after a preemption.
     """
 
     request: Request
@@ -226,6 +229,9 @@ class Job:
     preempted: bool = False
     match_open: bool = False
     pending: bool = False
+    ahead: bool = False
+    compute_to: int = 0
+    counting: bool = False
     cached: dict[str, int] | None = None
 
     @property

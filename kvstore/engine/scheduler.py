@@ -14,6 +14,8 @@ The rules, in the order in which they are applied each step:
 4. A job whose KV is on its way (from a lower tier, or because a running job is computing the same
    block just now) is skipped, not waited for. A job that lacks pages is waited for: nobody
    overtakes it, or a long prompt would starve.
+5. A job may run while its later blocks are on their way. It then asks before each step how far to
+   compute, and loads what has come where it has computed up to it.
 """
 
 from __future__ import annotations
@@ -108,15 +110,17 @@ class Scheduler:
             return
         self.loading.remove(job)
         spared = self._account_load(load, blocks)
-        if job.cached is None:
-            job.cached = spared
+        if job.counting:
+            assert job.cached is not None
+            for tier, tokens in spared.items():
+                job.cached[tier] = job.cached.get(tier, 0) + tokens
         job.state = State.RUNNING
         bisect.insort(self.running, job, key=lambda other: other.start)
 
     def _account_load(self, load: LoadUnderWay, blocks: int) -> dict[str, int]:
         """Move `computed` over what was loaded; returns the tokens spared, by tier."""
         job, cache, size = load.job, self.cache, self.transfers.block_tokens
-        spared = {"l1": job.computed}
+        spared: dict[str, int] = {}
         for index in range(blocks):
             end = min((load.first_block + index + 1) * size, cache.useful_tokens(job))
             tier = load.tiers[index]
@@ -137,6 +141,8 @@ class Scheduler:
         """The next step's work; empty when nothing can run now."""
         self._plan = {}
         self._budget = self.max_batch_tokens
+        for job in [job for job in self.running if job.ahead]:
+            self._look_ahead(job)
         decoding = [job for job in self.running if job.length - job.computed == 1]
         filling = [job for job in self.running if job.length - job.computed > 1]
         for job in decoding + filling:
@@ -146,13 +152,46 @@ class Scheduler:
 
     def _continue(self, job: Job) -> None:
         """Plan a running job's next tokens, with pages for them."""
-        tokens = min(job.length - job.computed, self._budget)
+        tokens = self._tokens_now(job)
         if job.state is not State.RUNNING or tokens < 1:
             return
         if self._make_room(job, job.computed + tokens):
             self.cache.grow(job, job.computed + tokens)
             self._plan[job] = tokens
             self._budget -= tokens
+
+    def _tokens_now(self, job: Job) -> int:
+        """Tokens a running job may compute in this step; below 1 when it waits for its load."""
+        tokens = min(job.length - job.computed, self._budget)
+        if not job.ahead or tokens < 1:
+            return tokens
+        if job.compute_to - job.computed <= tokens:
+            return job.compute_to - job.computed
+        # Up to a block's end where the budget reaches one: a part of a block is of no use to it.
+        size = self.transfers.block_tokens
+        end = (job.computed + tokens) // size * size
+        return end - job.computed if end > job.computed else tokens
+
+    def _look_ahead(self, job: Job) -> None:
+        """Ask how far a running job whose later blocks are on their way is to compute."""
+        found = self.transfers.match_ahead(job)
+        if found.answer is Answer.HIT:
+            self.running.remove(job)
+            self._load(job, found)
+            return
+        self._note_ahead(job, found)
+
+    def _note_ahead(self, job: Job, found: HookMatch) -> None:
+        size = self.transfers.block_tokens
+        job.ahead = found.answer is Answer.PENDING
+        job.compute_to = (job.computed // size + found.compute) * size
+
+    def _load(self, job: Job, found: HookMatch) -> None:
+        """Have the blocks found copied into the job's pages; it runs on when they are there."""
+        job.state = State.LOADING
+        job.ahead = found.more
+        self.loading.append(job)
+        self.transfers.load(job, found)
 
     def _make_room(self, job: Job, tokens: int) -> bool:
         """Have the pages free that the job lacks for its first `tokens` tokens, or say no.
@@ -179,7 +218,7 @@ class Scheduler:
         self.running.remove(job)
         self.cache.detach(job)
         job.state = State.WAITING
-        job.preempted = True
+        job.preempted, job.ahead = True, False
         self.waiting.insert(0, job)
         self.preemptions += 1
 
@@ -244,7 +283,7 @@ class Scheduler:
         # A page in hand for every running job, or the newcomer would soon be preempted by them.
         room = self.cache.available_pages >= missing + len(self.running)
         found = self.transfers.match(job, believed, can_start=room)
-        if found.answer is Answer.PENDING:
+        if found.answer is Answer.PENDING and not found.compute:
             self.cache.detach(job)
             return Verdict.LATER
         if not room or not self.cache.reserve(missing):
@@ -254,7 +293,9 @@ class Scheduler:
         return Verdict.STARTED
 
     def _start(self, job: Job, found: HookMatch) -> None:
-        """Give the job pages for all its tokens; then load what was found, or compute."""
+        """Give the job pages for all its tokens; then load what was found, or compute.
+
+        All its pages at once: what is loaded behind a part still to be computed has its place."""
         self.waiting.remove(job)
         self.cache.grow(job, job.length)
         job.preempted = False
@@ -263,16 +304,16 @@ class Scheduler:
         job.offered_blocks = max(job.offered_blocks, job.computed // self.transfers.block_tokens)
         if not job.times.started_s:
             job.times.started_s = self.clock()
-        if found.answer is Answer.HIT:
-            job.state = State.LOADING
-            self.loading.append(job)
-            self.transfers.load(job, found)
-            return
+        job.counting = job.cached is None
         if job.cached is None:
             job.cached = {"l1": job.computed}
+        if found.answer is Answer.HIT:
+            self._load(job, found)
+            return
         job.state = State.RUNNING
         self.running.append(job)
         self._note_filling(job)
-        tokens = min(job.length - job.computed, self._budget)
+        self._note_ahead(job, found)
+        tokens = self._tokens_now(job)
         self._plan[job] = tokens
         self._budget -= tokens

@@ -91,6 +91,24 @@ class Transfers:
             return MISS
         if next_hash in self._hashes_loading:
             return HookMatch(Answer.PENDING)
+        found = self._ask(job, can_start=can_start)
+        if found.answer is Answer.PENDING or found.more:
+            return found
+        useful_end = self.blocks_useful(job) * self.block_tokens
+        held_end = (job.computed // self.block_tokens + found.blocks) * self.block_tokens
+        if min(believed_tokens, useful_end) > max(held_end, job.computed):
+            self.cache.tree.forget_stored(job.known, job.root, max(held_end, job.computed))
+        return found
+
+    def match_ahead(self, job: Job) -> HookMatch:
+        """Ask again for a running job, after what it has computed."""
+        if self.next_hash(job) is None:
+            self.end_match(job)
+            return MISS
+        return self._ask(job, can_start=True)
+
+    def _ask(self, job: Job, *, can_start: bool) -> HookMatch:
+        """The hooks' answer, cut to the blocks that are of use."""
         first = job.computed // self.block_tokens
         useful = self.blocks_useful(job)
         job.match_open = True
@@ -99,13 +117,10 @@ class Transfers:
             return found
         blocks = min(found.blocks, useful - first) if found.answer is Answer.HIT else 0
         assert len(found.tiers) >= blocks
-        held_end = (first + blocks) * self.block_tokens
-        if min(believed_tokens, useful * self.block_tokens) > max(held_end, job.computed):
-            self.cache.tree.forget_stored(job.known, job.root, max(held_end, job.computed))
         if not blocks:
             job.match_open = False
             return MISS
-        return HookMatch(Answer.HIT, blocks, tuple(found.tiers[:blocks]))
+        return HookMatch(Answer.HIT, blocks, tuple(found.tiers[:blocks]), found.more)
 
     def end_match(self, job: Job) -> None:
         """Nothing more is wanted for this job: asking for no blocks lets the hooks let go."""
@@ -124,7 +139,7 @@ class Transfers:
             int(job.page_table[index]) if have <= index < limit else -1
             for index in range(first * per, end_block * per)
         ]
-        job.match_open = False
+        job.match_open = found.more
         self._loads[job.id] = LoadUnderWay(job, first, found.tiers)
         self._hashes_loading.update(job.hashes[first:end_block])
         self.hooks.load(job.id, pages, found.blocks)

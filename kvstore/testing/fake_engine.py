@@ -238,6 +238,10 @@ class FakeHooks:
         self._events.append((self.plan.event_delay(), self._next_id, save))
         return self._next_id
 
+    def computed(self, start: int, tokens: int, seconds: float) -> None:
+        assert start >= 0
+        assert tokens > 1
+
     def poll(self, timeout_s: float = 0.0) -> list[HookEvent]:
         self.waits.append(timeout_s)
         ready = [event for event in self._events if event[0] <= 0]

@@ -118,7 +118,7 @@ class Timeout:
         return Verdict.GO if done or late else Verdict.WAIT
 
 
-PREFETCH_POLICIES: Final = ("best_effort", "wait_complete", "timeout")
+PREFETCH_POLICIES: Final = ("best_effort", "wait_complete", "timeout", "adaptive")
 
 
 def prefetch_policy(
@@ -143,5 +143,9 @@ def prefetch_policy(
         return WaitComplete(cap_ms)
     if name == "timeout":
         return Timeout(base_ms, per_ki_token_ms, cap_ms)
+    if name == "adaptive":
+        from kvstore.tiers.policies.adaptive import Adaptive  # it is made of what is above
+
+        return Adaptive(cap_ms, Timeout(base_ms, per_ki_token_ms, cap_ms))
     near = difflib.get_close_matches(name, PREFETCH_POLICIES, n=1, cutoff=0.0)[0]
     raise ConfigError(f"unknown prefetch policy {name!r}; the nearest is {near!r}")
