@@ -1,0 +1,1 @@
+"""What `kvstore bench breakeven` is made of: prefill, loads, the comparison, its picture."""
