@@ -94,6 +94,7 @@ class Ageing:
 
     def __init__(self, brain: Brain, ttl_s: float, carry_out: CarryOut) -> None:
         assert ttl_s > 0
+        self.ttl_s = ttl_s
         self._brain = brain
         self._carry_out = carry_out
         self._step_s = ttl_s / AGE_STEPS

@@ -32,7 +32,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -84,9 +91,19 @@ def _in_units(parse: Callable[[Any], Any]) -> BeforeValidator:
     return BeforeValidator(validate)
 
 
-Bytes = Annotated[int, _in_units(lambda v: parse_bytes(v) if isinstance(v, str) else v)]
+def _also_text(number: str, pattern: str) -> WithJsonSchema:
+    """For a value that may be written with a unit."""
+    text = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*{pattern}\s*$"}
+    return WithJsonSchema({"anyOf": [{"type": number, "minimum": 0}, text]})
+
+
+Bytes = Annotated[
+    int,
+    _in_units(lambda v: parse_bytes(v) if isinstance(v, str) else v),
+    _also_text("integer", "([KkMmGgTtPp]?[Ii]?[Bb])?"),
+]
 """A size: an int of bytes, or text with a unit."""
-Milliseconds = Annotated[float, _in_units(parse_ms)]
+Milliseconds = Annotated[float, _in_units(parse_ms), _also_text("number", "([Uu]s|ms|[smhd])?")]
 """A time: a number of milliseconds, or text with a unit."""
 
 
@@ -284,10 +301,10 @@ class Settings(BaseSettings):
             ConfigError: the file cannot be read, a key is unknown or a value is wrong; one line
                 that names it.
         """
-        tree: dict[str, Any] = _read_toml(Path(file)) if file is not None else {}
-        if environment:
-            tree = merged(tree, _read_environment())
-        return validated(cls, merged(tree, overrides or {}))
+        tree: dict[str, Any] = {}
+        for source in sources(file, overrides, environment=environment).values():
+            tree = merged(tree, source)
+        return validated(cls, tree)
 
     @classmethod
     def settings_customise_sources(
@@ -300,6 +317,21 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Only what `load` has merged: it reads file and environment itself, in one order."""
         return (init_settings,)
+
+
+def sources(
+    file: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    environment: bool = True,
+) -> dict[str, dict[str, Any]]:
+    """What each source says, unchecked: "file", "environment", "flag", in the order in which they
+    win. Raises ConfigError: one cannot be read."""
+    return {
+        "file": _read_toml(Path(file)) if file is not None else {},
+        "environment": _read_environment() if environment else {},
+        "flag": dict(overrides or {}),
+    }
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,15 +365,35 @@ def nearest(word: str, right: Iterable[str]) -> str:
     return f"known: {', '.join(names)}"
 
 
+def mistakes(
+    model: type[BaseModel], values: Mapping[str, Any], where: str = ""
+) -> list[tuple[tuple[str | int, ...], str]]:
+    """Everything that is wrong with untyped values for `model`: where, and in one line what."""
+    try:
+        model(**values)
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        return [(fault["loc"], _line(model, fault, where)) for fault in faults]
+    return []
+
+
 def _one_line(model: type[BaseModel], error: ValidationError, where: str) -> str:
     """The first fault of a validation, in words of the tree."""
     faults = error.errors(include_url=False)
     # A misspelt key is also a missing one: the spelling is what helps.
     fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
+    return _line(model, fault, where)
+
+
+def _line(model: type[BaseModel], fault: Mapping[str, Any], where: str) -> str:
+    """One fault of a validation."""
     path = [str(part) for part in fault["loc"]]
     name = ".".join(([where] if where else []) + path)
     if fault["type"] == "extra_forbidden":
-        return f"unknown key {name!r}; {nearest(path[-1], _keys_at(model, path[:-1]))}"
+        right = _keys_at(model, path[:-1])
+        if where.startswith("tiers."):  # a tier's own part; its table has the common keys too
+            right += difflib.get_close_matches(path[-1], TierSettings.model_fields, n=1)
+        return f"unknown key {name!r}; {nearest(path[-1], right)}"
     if fault["type"] == "missing":
         return f"missing key {name!r}"
     reason = fault["msg"].removeprefix("Value error, ")

@@ -17,12 +17,13 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvstore import frame
 from kvstore.blocks import Key, Namespace
-from kvstore.care import Ageing, Pinned, Warmer, pin_run
+from kvstore.budgets import Budgets, Regulator
+from kvstore.care import Pinned, Warmer, pin_run
 from kvstore.codecs.chooser import Chooser
 from kvstore.errors import ConfigError, StoreClosed
 from kvstore.finder import L2, Finder
@@ -63,24 +64,6 @@ class SlotNeeds:
     @property
     def total(self) -> int:
         return self.resident + self.granted + self.workers
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """What may be taken, of L2 and of time.
-
-    queue_blocks: spills waiting, per tier; more are dropped and counted.
-    queue_s: by tier name, how many seconds of the tier's measured rate may wait; 0: no such bound.
-    quotas: bytes of L2 by tenant, whole slots of them; `quotas.EVERYBODY` for each other one.
-    pin_share: of all slots, how many may be pinned.
-    ttl_s: how long a block stays in L2 at most; 0: for ever.
-    """
-
-    queue_blocks: int = 256
-    queue_s: Mapping[str, float] = field(default_factory=dict)
-    quotas: Mapping[str, int] = field(default_factory=dict)
-    pin_share: float = 0.25
-    ttl_s: float = 0.0
 
 
 class Store:
@@ -131,8 +114,8 @@ class Store:
             write_policy or WritePolicy(),
             tiers=len(tiers),
             flights_max=slab.slots - RESIDENT_FLOOR - GRANTED_FLOOR,
-            quotas={name: _slots_of(name, nbytes, slab) for name, nbytes in budgets.quotas.items()},
-            pins_max=min(int(slab.slots * budgets.pin_share), slab.slots - needs.total),
+            quotas=budgets.slots(slab.slot_bytes),
+            pins_max=budgets.pins(slab.slots, needs.total),
         )
         self._workers = [
             TierWorkers(
@@ -161,7 +144,9 @@ class Store:
             count_served=self._count_served,
         )
         self.warmer = Warmer(self.brain, slab, self._tiers)
-        self._ageing = Ageing(self.brain, budgets.ttl_s, self.carry_out) if budgets.ttl_s else None
+        self.regulator = Regulator(
+            self.brain, self._workers, budgets, self.carry_out, slab=slab, needed=needs.total
+        )
 
     def session(
         self,
@@ -347,8 +332,7 @@ class Store:
         for session in sessions:
             session.close()
         deadline_s = deadline_after(CLOSE_WAIT_S)
-        if self._ageing is not None:
-            self._ageing.close()
+        self.regulator.close()
         if not self.flush(CLOSE_WAIT_S / 2):
             log.warning("not everything was written at close: %s", self)
         warmed = self.warmer.close(deadline_s)
@@ -421,16 +405,6 @@ class Store:
         """The dtype of a key's namespace; "" where no session has told of it."""
         namespace = self._namespaces.get(key.namespace)
         return "" if namespace is None else namespace.dtype
-
-
-def _slots_of(tenant: str, nbytes: int, slab: Slab) -> int:
-    """Slots that a quota of L2 is."""
-    if nbytes < slab.slot_bytes:
-        raise ConfigError(
-            f"the quota of {tenant!r}, {format_bytes(nbytes)} of L2, holds no slot of "
-            f"{format_bytes(slab.slot_bytes)}; give it at least that"
-        )
-    return nbytes // slab.slot_bytes
 
 
 def _check_slots(slab: Slab, tiers: Sequence[Tier]) -> SlotNeeds:

@@ -69,3 +69,20 @@ def parse_duration_s(text: str | int | float) -> float:
             f"{text!r} is no duration; write a number and a unit, such as 250ms or 2h"
         )
     return float(match[1]) * unit
+
+
+def spell_bytes(size: int) -> str:
+    """A size as configuration files have it: text that `parse_bytes` reads back as the same
+    number, in the largest unit that divides it: 131072 -> "128KiB", 1000 -> "1000B"."""
+    for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
+        if size and size % _BYTE_UNITS[unit.lower()] == 0:
+            return f"{size // _BYTE_UNITS[unit.lower()]}{unit}"
+    return f"{size}B" if size else "0"
+
+
+def spell_ms(ms: float) -> str:
+    """A time as configuration files have it: 5000.0 -> "5s", 250.0 -> "250ms", 0.0 -> "0"."""
+    for unit, unit_ms in (("h", 3_600_000), ("m", 60_000), ("s", 1000)):
+        if ms and ms % unit_ms == 0:
+            return f"{ms / unit_ms:g}{unit}"
+    return f"{ms!r}ms".replace(".0ms", "ms") if ms else "0"

@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from kvstore import codecs, tiers
+from pydantic import BaseModel
+
+from kvstore import codecs, logs, tiers
 from kvstore.blocks import DTYPE_BYTES, Namespace
+from kvstore.budgets import Budgets
 from kvstore.client import REPLY_LIMIT_S, Client
 from kvstore.config import LimitSettings, Settings, TierSettings, nearest, validated
 from kvstore.errors import ConfigError
+from kvstore.finder import L2
 from kvstore.hashing import check_algorithm
 from kvstore.leases import Slab
 from kvstore.meters import Record
-from kvstore.store import Budgets, Store
+from kvstore.store import Store
 from kvstore.tiers.base import Tier
-from kvstore.tiers.limits import Breaker, Deadline, RateLimit
+from kvstore.tiers.limits import Breaker, Deadline, RateLimit, layers_of
 from kvstore.tiers.policies.eviction import check_eviction
 from kvstore.tiers.policies.prefetch import PrefetchPolicy, prefetch_policy
 from kvstore.tiers.policies.write import WritePolicy, write_policy
@@ -136,20 +141,54 @@ def build_store(settings: Settings, record: Record | None = None) -> Store:
 
 def check(settings: Settings) -> None:
     """Refuse unknown names, and sizes that cannot be, before anything is made."""
-    if settings.l2.bytes < settings.l2.slot_bytes:
-        raise ConfigError(
-            f"l2.bytes = {format_bytes(settings.l2.bytes)} holds no slot of "
-            f"{format_bytes(settings.l2.slot_bytes)}; raise it (--l2) or lower l2.slot_bytes "
-            "(--slot)"
+    for _, mistake in faults(settings):
+        raise ConfigError(mistake)
+
+
+def faults(settings: Settings) -> Iterator[tuple[Sequence[str], str]]:
+    """Everything that is wrong with a tree whose types are right: from which keys or tables that
+    is seen, and what it is.
+
+    Nothing is made, opened or asked for it.
+    """
+    l2 = settings.l2
+    if l2.bytes < l2.slot_bytes:
+        yield (
+            ("l2.bytes", "l2.slot_bytes"),
+            f"l2.bytes = {format_bytes(l2.bytes)} holds no slot of {format_bytes(l2.slot_bytes)}; "
+            "raise it (--l2) or lower l2.slot_bytes (--slot)",
         )
-    check_eviction(settings.l2.eviction)
-    _write_policy(settings)
-    build_prefetch_policy(settings)
-    check_algorithm(settings.hash.algorithm)
-    for tier in settings.tiers:
-        for dtype in DTYPE_BYTES:
-            codecs.codec_for(tier.codec, dtype)
-        tier_module(tier.kind)
+    checks: list[tuple[Sequence[str], Callable[[], object]]] = [
+        (("l2.eviction",), lambda: check_eviction(l2.eviction)),
+        (("l2.quota", "l2.slot_bytes"), lambda: _budgets(settings).slots(l2.slot_bytes)),
+        (("write",), lambda: _write_policy(settings)),
+        (("prefetch",), lambda: build_prefetch_policy(settings)),
+        (("log",), lambda: logs.check(settings.log)),
+        (("hash.algorithm",), lambda: check_algorithm(settings.hash.algorithm)),
+    ]
+    labels = [tier.label for tier in settings.tiers]
+    for index, tier in enumerate(settings.tiers):
+        where = f"tiers.{index}"
+        checks += [
+            ((where,), partial(_check_codec, tier.codec)),
+            ((where,), partial(tier_config, tier, where)),
+        ]
+        if tier.label in (L2, *labels[:index]):
+            yield (
+                (where,),
+                f"{where}: the name {tier.label!r} is taken; tiers' names must be distinct",
+            )
+    for keys, function in checks:
+        try:
+            function()
+        except ConfigError as error:
+            named = not keys[0].startswith("tiers.") or keys[0] in str(error)
+            yield keys, str(error) if named else f"{keys[0]}: {error}"
+
+
+def _check_codec(name: str) -> None:
+    for dtype in DTYPE_BYTES:
+        codecs.codec_for(name, dtype)
 
 
 def build_prefetch_policy(settings: Settings) -> PrefetchPolicy:
@@ -165,10 +204,22 @@ def build_prefetch_policy(settings: Settings) -> PrefetchPolicy:
 
 def open_tier(settings: TierSettings, where: str = "tier") -> Tier:
     """One tier by its kind; `where` is its place in the configuration, for messages."""
+    tier: Tier = tier_module(settings.kind).open(tier_config(settings, where))
+    return tier
+
+
+def tier_config(settings: TierSettings, where: str = "tier") -> BaseModel:
+    """A tier's own part of the configuration, checked as far as it can be unopened.
+
+    Raises ConfigError: the kind is none, a key is unknown or a value is wrong.
+    """
     module = tier_module(settings.kind)
     values = {"name": settings.label, **(settings.model_extra or {})}
-    tier: Tier = module.open(validated(module.Config, values, where))
-    return tier
+    config: BaseModel = validated(module.Config, values, where)
+    check_config: Callable[[BaseModel], object] | None = getattr(module, "check", None)
+    if check_config is not None:
+        check_config(config)
+    return config
 
 
 def _guarded(tier: Tier, settings: TierSettings, limits: LimitSettings) -> Tier:
@@ -179,13 +230,41 @@ def _guarded(tier: Tier, settings: TierSettings, limits: LimitSettings) -> Tier:
         failures=limits.breaker_failures,
         reset_s=limits.breaker_reset_ms / 1e3,
     )
-    if settings.read_rate or settings.write_rate:
-        guarded = RateLimit(
-            guarded,
-            read_bytes_per_s=settings.read_rate,
-            write_bytes_per_s=settings.write_rate,
-        )
-    return TenantQuotas(guarded, settings.quota) if settings.quota else guarded
+    guarded = RateLimit(
+        guarded, read_bytes_per_s=settings.read_rate, write_bytes_per_s=settings.write_rate
+    )
+    return TenantQuotas(guarded, settings.quota)
+
+
+def retune(store: Store, settings: Settings) -> Callable[[], None]:
+    """What, once called, has a running store follow `settings` in all that can be set while it
+    runs (`reload.RELOADS`); it cannot fail. The store was built from settings that are the same in
+    the rest.
+
+    Raises ConfigError: they are wrong; the store is as it was.
+    """
+    check(settings)
+    set_budgets = store.regulator.prepare(_budgets(settings), _write_policy(settings))
+
+    def follow() -> None:
+        for tier, own in zip(store.regulator.tiers, settings.tiers, strict=True):
+            for layer in layers_of(tier):
+                _set_guard(layer, own, settings.limits)
+        set_budgets()
+
+    return follow
+
+
+def _set_guard(layer: Tier, settings: TierSettings, limits: LimitSettings) -> None:
+    """Have one of the wrappers of `_guarded` follow the configuration."""
+    if isinstance(layer, Deadline):
+        layer.limit_s = limits.tier_deadline_ms / 1e3
+    elif isinstance(layer, Breaker):
+        layer.limit_to(limits.breaker_failures, limits.breaker_reset_ms / 1e3)
+    elif isinstance(layer, RateLimit):
+        layer.limit_to(settings.read_rate, settings.write_rate)
+    elif isinstance(layer, TenantQuotas):
+        layer.limit_to(settings.quota)
 
 
 def _budgets(settings: Settings) -> Budgets:

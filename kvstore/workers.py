@@ -139,6 +139,11 @@ class TierWorkers:
             self._wanted.notify()
             return True
 
+    def bound(self, queue_blocks: int, queue_s: float) -> None:
+        """From here on, so many writes may wait, and for so long; what waits already stays."""
+        with self._lock:
+            self._writes.bound(queue_blocks, queue_s)
+
     def room(self) -> int:
         """Spills that the write queue would take now."""
         with self._lock:

@@ -45,6 +45,11 @@ class WriteQueue:
         self._largest = 1
         self._rate = 0.0
 
+    def bound(self, blocks: int, seconds: float) -> None:
+        """From here on, these bounds; what waits already stays."""
+        self._blocks = blocks
+        self._seconds = seconds
+
     def __len__(self) -> int:
         return len(self._jobs)
 

@@ -12,7 +12,7 @@ from sidecar_rig import NAMESPACE, SLOT_BYTES, content, get, hashes_of, put
 import kvstore
 from kvstore.config import Settings
 from kvstore.errors import ConfigError
-from kvstore.tiers.limits import Breaker, Deadline, RateLimit
+from kvstore.tiers.limits import Breaker, Deadline, RateLimit, layers_of
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.tenants import TenantQuotas
 from kvstore.wire import build_prefetch_policy, build_store, check, open_tier
@@ -168,8 +168,7 @@ def test_a_failed_build_leaves_nothing_open(tmp_path: Path) -> None:
 
 def test_limits_reach_the_wrappers() -> None:
     with build_store(load(tiers=[{"kind": "memory"}], limits={"tier_deadline_ms": "3s"})) as store:
-        breaker = store._tiers[0]
-        assert isinstance(breaker, Breaker)
+        breaker = next(layer for layer in layers_of(store._tiers[0]) if isinstance(layer, Breaker))
         assert isinstance(breaker.inner, Deadline)
         assert breaker.inner.limit_s == 3.0
 

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvstore.cli.parts.overrides import Assignments, assigned
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -44,12 +46,16 @@ def register(app: typer.Typer) -> None:
         log_level: Annotated[
             str | None, typer.Option(help="Least that is logged: debug, info, warning, error.")
         ] = None,
+        set_: Assignments = None,
         verbose: Annotated[
             bool, typer.Option("--verbose", "-v", help="Log what happens: --log-level info.")
         ] = False,
     ) -> None:
-        """Run the sidecar: one slab of host memory for every engine of this node."""
-        from kvstore.config import Settings
+        """Run the sidecar: one slab of host memory for every engine of this node.
+
+        SIGHUP, or `kvstore config reload`, reads FILE anew. SIGTERM writes what waits, and ends.
+        """
+        from kvstore.config import Settings, merged
         from kvstore.errors import ConfigError
         from kvstore.service.serve import serve as run
         from kvstore.wire import DISK_CAPACITY, disk_table
@@ -65,7 +71,16 @@ def register(app: typer.Typer) -> None:
         if disk is not None:
             capacity, codec = disk_capacity or DISK_CAPACITY, codec or "auto"
             overrides["tiers"] = [disk_table(disk, capacity, codec)]
-        run(Settings.load(config, overrides), announce=lambda line: print(line, flush=True))
+        overrides = merged(overrides, assigned(set_))
+
+        def load() -> Settings:
+            return Settings.load(config, overrides)
+
+        run(
+            load(),
+            announce=lambda line: print(line, flush=True),
+            reread=load if config is not None else None,
+        )
 
 
 def _given(**values: Any) -> dict[str, Any]:

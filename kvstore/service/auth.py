@@ -23,6 +23,10 @@ class Tenants:
     """
 
     def __init__(self, tokens: Mapping[str, str], admin_token: str = "") -> None:
+        self.replace(tokens, admin_token)
+
+    def replace(self, tokens: Mapping[str, str], admin_token: str) -> None:
+        """From here on, these. Engines that are connected stay who they are."""
         self._tokens = {token.encode(): tenant for token, tenant in tokens.items()}
         self._admin = admin_token.encode()
 

@@ -83,6 +83,11 @@ class HotPath:
         self._told_to_stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
 
+    def bound(self, max_clients: int, hello_s: float) -> None:
+        """From here on, these bounds; who is connected already stays."""
+        self._max_clients = max_clients
+        self._hello_s = hello_s
+
     def start(self) -> None:
         """Begin to accept."""
         self._keeper.start()

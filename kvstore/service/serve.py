@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from kvstore.service.engine_routes import add_engines
 from kvstore.service.hotpath import HotPath
 from kvstore.service.l2_events import L2Events
 from kvstore.service.otel import open_tracer
+from kvstore.service.reload import Reloader, add_reload
 from kvstore.service.sockets import BACKLOG, listen
 from kvstore.store import Store
-from kvstore.wire import build_store, check
+from kvstore.wire import build_store, check, retune
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +37,15 @@ HTTP_STOP_S = 5
 """How long requests under way may take to end once the sidecar is told to stop."""
 
 
-def serve(settings: Settings, announce: Callable[[str], None]) -> None:
+def serve(
+    settings: Settings,
+    announce: Callable[[str], None],
+    reread: Callable[[], Settings] | None = None,
+) -> None:
     """Run the sidecar until SIGTERM or SIGINT. In the main thread.
 
-    announce: called with one line once both sides take callers.
+    announce: called with one line once both sides take callers, and after each reload by SIGHUP.
+    reread: reads the configuration anew, for a reload; None where there is no file.
 
     Raises ConfigError: whatever keeps it from starting (socket or port in use, slab too large,
     an unknown name, a folder in use), before anything else is touched.
@@ -57,7 +64,7 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             ending.callback(tracer.close)
         record = tracer.record if tracer is not None else None
         store = build_store(settings, record)
-        ending.callback(_close_store, store, settings.limits.flush_ms / 1e3)
+        ending.callback(lambda: _close_store(store, reloader.settings.limits.flush_ms / 1e3))
         tenants = Tenants(settings.server.tokens, settings.server.admin_token)
         hot = HotPath(
             store,
@@ -80,16 +87,21 @@ def serve(settings: Settings, announce: Callable[[str], None]) -> None:
             tracer=tracer,
         )
         ending.callback(service.close)
+        reloader = Reloader(settings, reread, partial(_retune, store, hot, service), announce)
+        reloader.start()
+        ending.callback(reloader.close)
+        signal.signal(signal.SIGHUP, reloader.told)
 
         engines = _listen_to_engines(settings.server.kv_events, ending)
         told = _publish_l2(settings.server, store, ending)
 
         def stats() -> dict[str, Any]:
             own = {**store.stats(), "service": hot.snapshot(), "http": service.snapshot()}
+            own["reloads"] = reloader.snapshot()
             own |= {} if engines is None else {"engines": engines.snapshot()}
             return own if told is None else {**own, "l2_events": told.snapshot()}
 
-        server = _http_server(service, engines)
+        server = _http_server(service, engines, reloader)
         hot.start()
         ending.callback(hot.stop)
         # What lives until the end need not be looked through by every collection.
@@ -161,9 +173,28 @@ def _event_sockets(setting: str) -> Any:
         raise ConfigError(f"{setting} needs pyzmq; pip install 'kvstore-offload[events]'") from None
 
 
-def _http_server(service: Service, engines: EngineIndex | None) -> uvicorn.Server:
+def _retune(store: Store, hot: HotPath, service: Service, settings: Settings) -> Callable[[], None]:
+    """What sets these settings, in all of `reload.RELOADS`. Raises ConfigError: they are wrong."""
+    logs.check(settings.log)
+    set_store = retune(store, settings)
+    server, limits = settings.server, settings.limits
+
+    def set_them() -> None:
+        logs.configure(settings.log)
+        set_store()
+        service.tenants.replace(server.tokens, server.admin_token)
+        hot.bound(limits.clients, limits.hello_ms / 1e3)
+        service.transfer_s, service.flush_s = limits.transfer_ms / 1e3, limits.flush_ms / 1e3
+
+    return set_them
+
+
+def _http_server(
+    service: Service, engines: EngineIndex | None, reloader: Reloader
+) -> uvicorn.Server:
     app = build_app(service)
     add_care(app, service)
+    add_reload(app, service, reloader)
     if engines is not None:
         add_engines(app, service, engines)
     config = uvicorn.Config(

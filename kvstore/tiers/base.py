@@ -18,7 +18,8 @@ A miss is an answer, not an exception. Exceptions are `TierUnavailable` (try lat
 
 A tier is one file whose module offers `Config` (a pydantic model that forbids unknown fields) and
 `open(config: Config) -> Tier`. `kind` in the configuration names the module; a dotted kind is
-somebody else's.
+somebody else's. It may offer `check(config: Config)` too, which raises ConfigError for what can be
+seen to be wrong before anything is opened or made.
 """
 
 from __future__ import annotations

@@ -85,6 +85,14 @@ class Wrapper(Tier):
         return self.inner.judge(error)
 
 
+def layers_of(tier: Tier) -> Iterator[Tier]:
+    """A tier's wrappers from the outermost, and the tier itself."""
+    yield tier
+    while isinstance(tier, Wrapper):
+        tier = tier.inner
+        yield tier
+
+
 class Deadline(Wrapper):
     """Knows which calls are running, and since when."""
 
@@ -177,6 +185,11 @@ class Breaker(Wrapper):
     def overdue(self) -> float:
         """Seconds by which the longest running call is past its limit; 0.0 when none is."""
         return self._deadline.overdue() if self._deadline else 0.0
+
+    def limit_to(self, failures: int, reset_s: float) -> None:
+        """From here on, these; a tier that is left alone now comes back when it was to."""
+        with self._lock:
+            self._failures, self._reset_s = failures, reset_s
 
     def up(self) -> bool:
         """Whether calls go through as usual."""
@@ -327,7 +340,7 @@ class _Bucket:
     debt; nobody begins before the debt is waited off."""
 
     def __init__(self, bytes_per_s: float, burst_bytes: float, clock: Clock) -> None:
-        self._rate = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._burst = burst_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -339,9 +352,9 @@ class _Bucket:
         when they are too many."""
         with self._lock:
             now = self._clock()
-            self._level = min(self._burst, self._level + (now - self._at) * self._rate)
+            self._level = min(self._burst, self._level + (now - self._at) * self.bytes_per_s)
             self._at = now
-            wait_s = max(0.0, -self._level) / self._rate
+            wait_s = max(0.0, -self._level) / self.bytes_per_s
             if wait_s > MAX_RATE_WAIT_S:
                 raise TierUnavailable(f"its rate is used up for {wait_s:.0f} s")
             self._level -= nbytes
@@ -370,33 +383,45 @@ class RateLimit(Wrapper):
         sleep: Sleep = time.sleep,
     ) -> None:
         super().__init__(tier)
-        self._reads, self._writes = (
-            _Bucket(rate, burst_bytes, clock) if rate else None
-            for rate in (read_bytes_per_s, write_bytes_per_s)
-        )
+        self._burst_bytes = burst_bytes
+        self._clock = clock
+        self._reads = self._bucket(read_bytes_per_s)
+        self._writes = self._bucket(write_bytes_per_s)
         self._sleep = sleep
         self._usual_bytes = 0.0
         """What a read was long lately: how long the next will be is known when it has ended."""
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        if self._reads is None:
+        bucket = self._reads
+        if bucket is None:
             return self.inner.read(key, header, payload)
         usual_bytes = self._usual_bytes
-        self._wait(self._reads, usual_bytes)
+        self._wait(bucket, usual_bytes)
         moved = 0
         try:
             length = self.inner.read(key, header, payload)
             moved = length + PAGE_BYTES if length else 0
         finally:
-            self._reads.correct(moved - usual_bytes)
+            bucket.correct(moved - usual_bytes)
         if moved:
             self._usual_bytes += (moved - self._usual_bytes) / 4
         return length
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
-        if self._writes is not None:
-            self._wait(self._writes, PAGE_BYTES + len(payload))
+        bucket = self._writes
+        if bucket is not None:
+            self._wait(bucket, PAGE_BYTES + len(payload))
         self.inner.write(key, header, payload)
+
+    def limit_to(self, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
+        """From here on, these rates; what waits for an old one waits for it still."""
+        if read_bytes_per_s != (self._reads.bytes_per_s if self._reads else 0):
+            self._reads = self._bucket(read_bytes_per_s)
+        if write_bytes_per_s != (self._writes.bytes_per_s if self._writes else 0):
+            self._writes = self._bucket(write_bytes_per_s)
+
+    def _bucket(self, bytes_per_s: float) -> _Bucket | None:
+        return _Bucket(bytes_per_s, self._burst_bytes, self._clock) if bytes_per_s else None
 
     def _wait(self, bucket: _Bucket, nbytes: float) -> None:
         wait_s = bucket.begin(nbytes)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvstore.blocks import Key
+from kvstore.tiers.dials import Dials
 from kvstore.tiers.flights import FlightTable
 from kvstore.tiers.places import Places
 from kvstore.tiers.plans import (
@@ -64,15 +65,11 @@ class Brain:
         self._policy = SlotQuotas(policy, quotas or {})
         self._table = SlotTable(slots, self._policy)
         self.changes = self._table.changes
+        counts, stall = self._counts, stall_offers
         self._spills = Spills(
-            self._table,
-            write,
-            self._policy,
-            tiers=tiers,
-            stall_offers=stall_offers,
-            counts=self._counts,
+            self._table, write, self._policy, tiers=tiers, stall_offers=stall, counts=counts
         )
-        self._pins_max = pins_max
+        self.dials = Dials(self.lock, self._table, self._spills, self._policy, pins_max)
         self._flights = FlightTable(tiers, flights_max)
         self._frozen = False
 
@@ -312,7 +309,7 @@ class Brain:
                     return index, spills
                 if self._table.is_pinned(block):
                     continue
-                if self._table.pinned >= self._pins_max:
+                if self._table.pinned >= self.dials.pins_max:
                     return index, spills
                 self._table.pin(block)
                 self._spills.settle(block, spills)
@@ -387,7 +384,7 @@ class Brain:
         with self.lock:
             return {
                 **self._table.stats(),
-                "pins_max": self._pins_max,
+                "pins_max": self.dials.pins_max,
                 "flights": len(self._flights),
                 "spilling": self._spills.spilling,
                 "known": len(self.places),

@@ -32,6 +32,14 @@ class SlotQuotas:
         self._limits = dict(limits)
         self._orders: dict[str, OrderedDict[Key, None]] = {}
 
+    def limit_to(self, limits: Mapping[str, int]) -> None:
+        """From here on, these limits."""
+        self._limits = dict(limits)
+        self._orders.clear()
+        for key in self._policy.victims() if limits else ():
+            if self.limit(key.tenant) is not None:
+                self._orders.setdefault(key.tenant, OrderedDict())[key] = None
+
     def limit(self, tenant: str) -> int | None:
         """Slots this tenant may have; None when only the slab bounds it."""
         return self._limits.get(tenant, self._limits.get(EVERYBODY))

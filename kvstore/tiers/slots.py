@@ -235,6 +235,10 @@ class SlotTable:
         oldest = self.epoch - epochs
         return [b for b in self._blocks.values() if b.ready and b.epoch <= oldest]
 
+    def ready(self) -> list[Block]:
+        """Every READY block."""
+        return [block for block in self._blocks.values() if block.ready]
+
     @property
     def pinned(self) -> int:
         """Blocks that are pinned."""

@@ -49,6 +49,12 @@ class Spills:
         self._queued = QueuedSpills(stall_offers)
         self._clean_floor = write.clean_floor(table.slots)
 
+    def follow(self, write: WritePolicy) -> None:
+        """From here on, this policy. What waited for its eviction to be written (write_back) is
+        written ahead of need all the same, and not left where nobody would write it."""
+        self._write = write
+        self._clean_floor = max(self._clean_floor, write.clean_floor(self._table.slots))
+
     # --- slots --------------------------------------------------------------------------
 
     def take(self, tenant: str) -> int | None:
@@ -58,9 +64,10 @@ class Spills:
         A tier that is slow or hangs would else hold slots that everybody needs. A block that goes
         unwritten for that is counted as dropped.
         """
-        if self._quotas.full(tenant) and not self._make_share(tenant):
-            self._counts["over_quota"] += 1
-            return None
+        while self._quotas.full(tenant):  # more than once where its quota was made smaller
+            if not self._make_share(tenant):
+                self._counts["over_quota"] += 1
+                return None
         slot = self._table.take()
         if slot is not None:
             return slot

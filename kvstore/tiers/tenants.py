@@ -67,10 +67,29 @@ class TenantQuotas(Wrapper):
         """What was written (bytes) or deleted (0) since the list being made began."""
         self._evictions = 0
         self._stop = threading.Event()
-        if self.local_index:
-            self._list()
-        name = f"{self.name}-quotas"
-        threading.Thread(target=self._relist, name=name, daemon=True).start()
+        self._woken = threading.Event()
+        self._lister: threading.Thread | None = None
+        if self._limits:
+            if self.local_index:
+                self._list()
+            self._start()
+
+    def limit_to(self, limits: Mapping[str, int]) -> None:
+        """From here on, these limits. A tenant that has more makes room with its next write; what
+        one has that had no limit before is known once the tier was listed."""
+        with self._lock:
+            if limits == self._limits:
+                return
+            self._limits = dict(limits)
+            for tenant in list(self._accounts):
+                limit = self._limit(tenant)
+                if limit is None:
+                    del self._accounts[tenant]
+                else:
+                    self._accounts[tenant].limit = limit
+        self._woken.set()
+        if limits and self._lister is None:
+            self._start()
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
         length = self.inner.read(key, header, payload)
@@ -120,6 +139,7 @@ class TenantQuotas(Wrapper):
 
     def close(self) -> None:
         self._stop.set()
+        self._woken.set()
         self.inner.close()
 
     def stats(self) -> dict[str, int | float | str]:
@@ -146,6 +166,8 @@ class TenantQuotas(Wrapper):
         return account
 
     def _put(self, key: Key, nbytes: int) -> None:
+        if self._limit(key.tenant) is None:
+            return  # its limit was taken away meanwhile
         self._account(key.tenant).put(key, nbytes)
         if self._news is not None:
             self._news[key] = nbytes
@@ -182,16 +204,26 @@ class TenantQuotas(Wrapper):
             with self._lock:
                 for key, nbytes in victims:
                     self._put(key, nbytes)
-                    self._accounts[key.tenant].blocks.move_to_end(key, last=False)
+                    if key.tenant in self._accounts:
+                        self._accounts[key.tenant].blocks.move_to_end(key, last=False)
             raise
         with self._lock:
             self._evictions += len(victims)
 
+    def _start(self) -> None:
+        """Begin to list the tier again and again."""
+        name = f"{self.name}-quotas"
+        self._lister = threading.Thread(target=self._relist, name=name, daemon=True)
+        self._lister.start()
+
     def _relist(self) -> None:
         if not self.local_index:
             self._list()
-        while not self._stop.wait(RELIST_S):
-            self._list()
+        while not self._stop.is_set():
+            self._woken.wait(RELIST_S)
+            self._woken.clear()
+            if not self._stop.is_set() and self._limits:
+                self._list()
 
     def _list(self) -> None:
         """Learn what the tier holds; the order of what is known already is kept, and what was
@@ -199,7 +231,12 @@ class TenantQuotas(Wrapper):
         with self._lock:
             self._news = {}
         try:
-            listed = {k: n for k, n in self.inner.usage() if self._limit(k.tenant) is not None}
+            limits = self._limits
+            listed = {
+                k: n
+                for k, n in self.inner.usage()
+                if limits.get(k.tenant, limits.get(EVERYBODY)) is not None
+            }
         except Exception as error:
             if isinstance(error, NotImplementedError):
                 log.warning("%s cannot list its blocks: quotas count what is written", self.name)
@@ -221,6 +258,8 @@ class TenantQuotas(Wrapper):
                     account.drop(key)
             # A list gives the most recently used first: what is new here goes before what is known.
             for key, nbytes in listed.items():
+                if self._limit(key.tenant) is None:
+                    continue
                 account = self._account(key.tenant)
                 if key not in account.blocks:
                     account.put(key, nbytes)

@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.blocks import Key, Namespace
+from kvstore.budgets import Budgets
 from kvstore.costs import TierSpeed
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.leases import Slab
-from kvstore.store import Budgets, Store
+from kvstore.store import Store
 from kvstore.tiers.base import PAGE_BYTES, Tier
 from kvstore.verbs import Ticket
 

@@ -28,7 +28,7 @@ from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.policies.eviction import check_eviction
 from kvstore.units import format_bytes
 
-__all__ = ["Config", "DiskTier", "open", "segment_bytes_for"]
+__all__ = ["Config", "DiskTier", "check", "open", "segment_bytes_for"]
 
 SEGMENT_BYTES = 256 << 20
 """A segment, unless the capacity is small or very large."""
@@ -98,6 +98,12 @@ def segment_bytes_for(config: Config) -> int:
             "is right"
         )
     return size
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError: a capacity, segment or order of eviction that cannot be."""
+    segment_bytes_for(config)
+    check_eviction(config.eviction)
 
 
 def open(

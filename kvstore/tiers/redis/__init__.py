@@ -24,7 +24,7 @@ from kvstore.tiers.redis.info import Info
 from kvstore.tiers.redis.servers import servers_at
 from kvstore.tiers.redis.tier import RedisTier
 
-__all__ = ["Config", "RedisTier", "open"]
+__all__ = ["Config", "RedisTier", "check", "open"]
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,11 @@ class Config(Section):
     """Longest a server may say nothing."""
     connect_timeout_ms: Milliseconds = Field(default=500.0, gt=0)
     """Longest a connection may take to come about."""
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError: the address is none. No server is asked."""
+    address_of(config)
 
 
 def open(config: Config) -> RedisTier:

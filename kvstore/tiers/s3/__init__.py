@@ -67,7 +67,9 @@ class Config(Section):
     access_key: Secret = NO_SECRET
     """"": credentials as boto3 finds them (environment, files, roles)."""
     secret_key: Secret = NO_SECRET
+    """Belongs to `access_key`."""
     session_token: Secret = NO_SECRET
+    """Of temporary credentials."""
     encryption: Annotated[str, AfterValidator(_encryption)] = ""
     """Of objects at rest, by the service: AES256 (SSE-S3), aws:kms; "": the bucket's default."""
     kms_key: str = ""
@@ -99,11 +101,8 @@ class Config(Section):
     times that."""
 
 
-def open(config: Config) -> Tier:
-    """Open the tier. The service need not be up: what it holds is then found later.
-
-    Raises ConfigError for what can be seen to be wrong without asking it.
-    """
+def check(config: Config) -> None:
+    """Raises ConfigError for what can be seen to be wrong without asking the service."""
     if bool(config.access_key.get_secret_value()) != bool(config.secret_key.get_secret_value()):
         raise ConfigError(f"tier {config.name}: access_key and secret_key come together")
     if config.kms_key and config.encryption != "aws:kms":
@@ -117,6 +116,14 @@ def open(config: Config) -> Tier:
         raise ConfigError(f"tier {config.name}: capacity = {config.capacity}; 0, or 1 MiB and more")
     if config.grace < config.refresh:
         raise ConfigError(f"tier {config.name}: grace must be at least refresh")
+
+
+def open(config: Config) -> Tier:
+    """Open the tier. The service need not be up: what it holds is then found later.
+
+    Raises ConfigError as `check` does.
+    """
+    check(config)
     headers = {}
     if config.encryption:
         headers["x-amz-server-side-encryption"] = config.encryption

@@ -1,0 +1,274 @@
+"""`kvstore config`: what is shown is so, what is wrong is all told, and the schema agrees."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from kvstore.cli import main
+from kvstore.cli.parts.knobs import knobs, sections, tier_models
+from kvstore.cli.parts.overrides import assigned
+from kvstore.config import Settings
+from kvstore.errors import ConfigError
+from kvstore.wire import tier_config
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Capture = pytest.CaptureFixture[str]
+
+FILE = """
+[l2]
+bytes = "4GiB"
+quota = {"*" = "1GiB"}
+
+[[tiers]]
+kind = "disk"
+directory = ["/a", "/b"]
+capacity = "50GiB"
+read_rate = 1000
+
+[[tiers]]
+kind = "redis"
+url = "redis://user:hush@host"
+
+[server.tokens]
+"hush one" = "team-a"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "kvstore.toml"
+    path.write_text(FILE)
+    return path
+
+
+def out_of(capsys: Capture, *arguments: str) -> str:
+    assert main(["config", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_show_tells_where_each_value_comes_from(
+    file: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSTORE_L2__SLOT_BYTES", "1MiB")
+    monkeypatch.setenv("KVSTORE_SERVER__PORT", "9000")
+    monkeypatch.setenv("KVSTORE_SERVER__TOKENS", '{"hush two": "team-b"}')
+    arguments = ("show", "--config", str(file), "--set", "server.port=9001", "--json")
+    text = out_of(capsys, *arguments)
+    shown = json.loads(text)
+    assert shown["l2"]["bytes"] == {"value": 4 << 30, "from": "file"}
+    assert shown["l2"]["slot_bytes"] == {"value": 1 << 20, "from": "environment"}
+    assert shown["l2"]["eviction"] == {"value": "lru", "from": "default"}
+    assert shown["l2"]["quota"] == {"value": {"*": 1 << 30}, "from": "file"}
+    assert shown["server"]["port"] == {"value": 9001, "from": "flag"}
+    assert shown["server"]["tokens"]["from"] == "file, environment"
+    assert sorted(shown["server"]["tokens"]["value"].values()) == ["team-a", "team-b"]
+    disk, redis = shown["tiers"]
+    assert disk["directory"] == {"value": ["/a", "/b"], "from": "file"}
+    assert disk["read_rate"] == {"value": 1000, "from": "file"}
+    assert disk["segment"] == {"value": 0, "from": "default"}
+    assert redis["url"] == {"value": "**********", "from": "file"}
+    assert redis["password"] == {"value": "", "from": "default"}
+    assert "hush" not in text
+
+
+def test_what_show_prints_is_a_file_that_says_the_same(
+    file: Path, capsys: Capture, tmp_path: Path
+) -> None:
+    text = out_of(capsys, "show", "--config", str(file))
+    assert "hush" not in text
+    assert 'bytes = "4GiB" ' in text
+    again = tmp_path / "again.toml"
+    again.write_text(text)
+    first, second = (Settings.load(path, environment=False) for path in (file, again))
+    assert first.model_copy(update={"server": second.server, "tiers": ()}) == second.model_copy(
+        update={"tiers": ()}
+    )
+    one, other = first.tiers[0], second.tiers[0]
+    assert tier_config(one) == tier_config(other)
+    assert (one.read_rate, one.codec) == (other.read_rate, other.codec)
+    assert tomllib.loads(text)["tiers"][1]["url"] == "**********"
+
+
+def test_show_masks_what_may_be_a_secret_of_a_kind_it_cannot_load(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "theirs.toml"
+    path.write_text('[[tiers]]\nkind = "not.there"\napi_token = "hush"\nplace = "here"\n')
+    text = out_of(capsys, "show", "--config", str(path))
+    assert "hush" not in text
+    assert 'place = "here"' in text
+
+
+def test_show_of_a_mistake_is_one_line(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["config", "show", "--set", "l2.bites=3"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "kvstore: unknown key 'l2.bites'; did you mean 'bytes'?\n"
+
+
+WRONG = """
+tiers = [
+  {kind = "disk", capacity = "1GiB", segmnt = 1, write_rat = 5},
+  {kind = "dsk"},
+  {kind = "redis", codec = "zst"},
+  {name = "x"},
+  {kind = "disk", directory = "/x", capacity = "1GiB", segment = "5GiB"},
+  {kind = "memory"},
+  {kind = "memory"},
+]
+[l2]
+bytes = "2 Gallons"
+eviction = "mru"
+quota = {a = "1KiB"}
+[write]
+policy = "write_trough"
+[prefetch]
+policy = "waits"
+[hash]
+algorithm = "md5"
+[limits]
+clients = 0
+[log]
+level = "loud"
+"""
+MISTAKES = [
+    ["l2.bytes", "'2 Gallons'"],
+    ["'mru'"],
+    ["'a'", "1 KiB", "slot"],
+    ["'write_trough'", "'write_through'"],
+    ["prefetch", "'waits'"],
+    ["'md5'"],
+    ["log.level", "'loud'"],
+    ["limits.clients", "0"],
+    ["missing key 'tiers.0.directory'"],
+    ["'tiers.0.segmnt'", "'segment'"],
+    ["'tiers.0.write_rat'", "'write_rate'"],
+    ["tiers.1", "'dsk'", "'disk'"],
+    ["tiers.2", "'zst'", "'zstd'"],
+    ["tiers.2", "one of url"],
+    ["missing key 'tiers.3.kind'"],
+    ["tiers.4", "5 GiB", "512 MiB"],
+    ["tiers.6", "'memory'", "distinct"],
+]
+
+
+def test_check_tells_every_mistake(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(WRONG)
+    assert main(["config", "check", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert all(line.startswith(f"{path}: ") for line in lines)
+    for words in MISTAKES:
+        assert [line for line in lines if all(word in line for word in words)], words
+    assert len(lines) == len(MISTAKES), captured.err
+
+
+def test_check_of_files_that_are_right_and_wrong(
+    file: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    assert out_of(capsys, "check", str(file)) == f"{file}: right\n"
+    broken, none = tmp_path / "broken.toml", tmp_path / "none.toml"
+    broken.write_text("[l2")
+    assert main(["config", "check", "--json", str(file), str(broken), str(none)]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False
+    assert [each["ok"] for each in report["files"]] == [True, False, False]
+    assert "not TOML" in report["files"][1]["mistakes"][0]
+    assert "No such file" in report["files"][2]["mistakes"][0]
+
+
+def test_check_repeats_no_secret(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(
+        '[[tiers]]\nkind = "redis"\nurl = "ftp://hush"\n[server]\nadmin_token = ["hush"]\n'
+        "[server.tokens]\nhush = 5\n"
+    )
+    assert main(["config", "check", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert len(captured.err.splitlines()) == 3
+    assert "hush" not in captured.err
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    from kvstore.cli.parts.schema import schema
+
+    made = json.loads(json.dumps(schema()))
+    jsonschema.Draft202012Validator.check_schema(made)
+    return jsonschema.Draft202012Validator(made)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        (FILE, True),
+        ("", True),
+        ('[[tiers]]\nkind = "some.body.elses"\nanything = 1\n', True),
+        ('[prefetch]\ncap_ms = "1.5s"\nbase_ms = 5\n', True),
+        ("[l2]\nbites = 1\n", False),
+        ('[l2]\nbytes = "4 Gallons"\n', False),
+        ('[prefetch]\ncap_ms = "2 parsecs"\n', False),
+        ("[server]\nport = 70000\n", False),
+        ('[[tiers]]\nkind = "disk"\ncapacity = "1GiB"\n', False),
+        ('[[tiers]]\nkind = "disk"\ndirectory = "x"\ncapacity = "1GiB"\nsegmnt = 1\n', False),
+        ('[[tiers]]\nkind = "dsk"\n', False),
+    ],
+)
+def test_the_schema_agrees_with_the_models(validator: Any, text: str, right: bool) -> None:
+    assert validator.is_valid(tomllib.loads(text)) is right
+
+
+def test_the_schema_is_printed_and_explains_every_key(capsys: Capture) -> None:
+    printed = json.loads(out_of(capsys, "schema"))
+    assert printed == json.loads(out_of(capsys, "schema", "--json"))
+    for name, part in printed["$defs"].items():
+        for key, about in part.get("properties", {}).items():
+            if key != "name":
+                assert about.get("description"), f"{name}.{key}"
+    assert {"tier-disk", "tier-memory"} <= set(printed["$defs"])
+
+
+def test_every_key_says_what_it_means() -> None:
+    models = [*sections().values(), *tier_models().values()]
+    silent = [
+        f"{model.__name__}.{knob.path}"
+        for model in models
+        for knob in knobs(model)
+        if not knob.meaning and knob.path != "name"
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("word", "tree"),
+    [
+        ("limits.clients=8", {"limits": {"clients": 8}}),
+        ("l2.bytes=4GiB", {"l2": {"bytes": "4GiB"}}),
+        ('l2.bytes="4GiB"', {"l2": {"bytes": "4GiB"}}),
+        ("l2.huge_pages=true", {"l2": {"huge_pages": True}}),
+        ("hash.seed=", {"hash": {"seed": ""}}),
+        ("hash.seed=a=b", {"hash": {"seed": "a=b"}}),
+        ('tiers=[{kind = "memory"}]', {"tiers": [{"kind": "memory"}]}),
+    ],
+)
+def test_assignments(word: str, tree: dict[str, Any]) -> None:
+    assert assigned([word]) == tree
+    assert assigned([word, "write.policy=selective"]) == {**tree, "write": {"policy": "selective"}}
+
+
+@pytest.mark.parametrize("word", ["", "x", "=1", "l2.=1", ".bytes=1"])
+def test_what_is_no_assignment(word: str) -> None:
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        assigned([word])
