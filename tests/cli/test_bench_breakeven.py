@@ -69,6 +69,8 @@ def test_tiers_are_judged_for_a_real_models_figures(
         for length, saved in tier["ttft_saved_ms"].items():
             loading = tier["match_ms"] + int(length) * BLOCK_BYTES / 16 / tier["bytes_per_s"] * 1e3
             assert saved == pytest.approx(int(length) / 50.0 - loading, rel=0.01, abs=0.01)
+            # Both at once is sooner than either alone.
+            assert tier["ttft_saved_both_ends_ms"][length] >= max(0.0, saved) - 0.001
         even = tier["break_even_tokens"]
         if even is not None and even <= 1024:
             assert tier["ttft_saved_ms"]["1024"] > 0
