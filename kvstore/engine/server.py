@@ -421,11 +421,16 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(app: FastAPI, listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM, then return. Main thread only."""
-    # uvicorn takes both signals while it serves and raises them again when it has shut down; by
-    # then they have had their effect, and the caller still has things to close.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda _number, _frame: None)
     config = uvicorn.Config(
         app, access_log=False, log_config=None, log_level="warning", timeout_graceful_shutdown=5
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    server = uvicorn.Server(config)
+
+    def end(_number: int, _frame: object) -> None:
+        server.should_exit = True
+
+    # uvicorn takes both signals while it serves and raises them again when it has shut down, since
+    # the caller still has things to close. One that comes before it has begun must not be lost.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    server.run(sockets=[listening])
