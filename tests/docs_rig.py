@@ -94,7 +94,17 @@ class World:
         self.sidecar = ForkedSidecar(folder, plan)
         self._port = self.sidecar.url.rpartition(":")[2].strip("/")
         self._engine = self._start(
-            ["engine", "--model", "random", "--port", "0", "--store", self.sidecar.socket]
+            [
+                "engine",
+                "--model",
+                "random",
+                "--model-name",
+                "m",
+                "--port",
+                "0",
+                "--store",
+                self.sidecar.socket,
+            ]
         )
         self.engine_url = self._ready(self._engine).split()[-1]
         self._compute(PROMPT)

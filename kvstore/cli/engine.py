@@ -159,9 +159,8 @@ def engine_command(
         name = model_name or loaded.name
         app = create_app(EngineThread(engine), model_name=name)
         app.add_middleware(Requests, tracer=tracer)
-        at = listening.getsockname()
-        print(f"kvstore engine: {name} at http://{host}:{at[1]}/v1", flush=True)
-        serve(app, listening)
+        ready = f"kvstore engine: {name} at http://{host}:{listening.getsockname()[1]}/v1"
+        serve(app, listening, lambda: print(ready, flush=True))
     finally:
         if client is not None:
             client.close()

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -419,8 +419,13 @@ def listen(host: str, port: int) -> socket.socket:
     return server
 
 
-def serve(app: FastAPI, listening: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM, then return. Main thread only."""
+def serve(
+    app: FastAPI, listening: socket.socket, announce: Callable[[], None] = lambda: None
+) -> None:
+    """Serve until SIGINT or SIGTERM, then return. Main thread only.
+
+    announce: called once callers are taken and the signals do what they shall.
+    """
     config = uvicorn.Config(
         app, access_log=False, log_config=None, log_level="warning", timeout_graceful_shutdown=5
     )
@@ -433,4 +438,5 @@ def serve(app: FastAPI, listening: socket.socket) -> None:
     # the caller still has things to close. One that comes before it has begun must not be lost.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
+    announce()
     server.run(sockets=[listening])
