@@ -323,7 +323,9 @@ class TierWorkers:
         if moved.landing is Landing.ARRIVED:
             self.counts[f"{direction}s"] += direction == "probe" or bool(moved.stored_bytes)
             self.counts[f"{direction}_bytes"] += moved.stored_bytes
-            self._faulty = False
+            # Only bytes show that it works again: of a tier that is left alone, questions are
+            # answered too (with no).
+            self._faulty = self._faulty and not moved.stored_bytes
         elif moved.landing is Landing.MISSING:
             self.counts["misses"] += 1
         elif moved.landing is Landing.CORRUPT:

@@ -62,6 +62,8 @@ CONTAINS_AT_ONCE: Final = 4
 """Contains requests at once, from their first byte on: each may have a body of that bound."""
 CARE_AT_ONCE: Final = 2
 """Flushes and clears at once."""
+LOOKS_AT_ONCE: Final = 4
+"""Views of the dashboard made at once."""
 CLOSE_WAIT_S: Final = 2.0
 """How long the end waits for calls that are inside the store."""
 
@@ -183,6 +185,7 @@ class Service:
         self.care = Lane("flushes and clears", CARE_AT_ONCE)
         # May take long, and hang with a tier; what an administrator does then must not wait.
         self.warming = Lane("warmings", 1)
+        self.looking = Lane("looks at the dashboard", LOOKS_AT_ONCE)
 
     async def read(self, key: Key, buffer: Buffer) -> int:
         """Have a block's frame in the buffer; payload bytes, 0 for a miss."""
@@ -219,7 +222,7 @@ class Service:
     def close(self) -> None:
         """Wait a little for calls under way. The event loop has ended."""
         deadline_s = time.monotonic() + CLOSE_WAIT_S
-        lanes = (self.memory, self.below, self.contains, self.care, self.warming)
+        lanes = (self.memory, self.below, self.contains, self.care, self.warming, self.looking)
         left = sum(lane.join(deadline_s) for lane in lanes)
         if left:
             log.error("%d calls hang inside the store; left as they are", left)

@@ -46,10 +46,19 @@ class Tenants:
             raise Unauthorised("the token is not known to this sidecar")
         return found
 
+    def sees(self, token: str | None) -> str | None:
+        """Whose use a caller may see: a tenant's, or None: everybody's. Raises Unauthorised."""
+        if not self._tokens or (self._admin and self._is_admin(token)):
+            return None
+        return self.of(token)
+
     def check_admin(self, token: str | None) -> None:
         """Pass the administrator. Raises Unauthorised."""
         if not self._tokens and not self._admin:
             return
-        sent = (token or "").encode("utf-8", "replace")
-        if not self._admin or not hmac.compare_digest(self._admin, sent):
+        if not self._admin or not self._is_admin(token):
             raise Unauthorised("this needs the admin token")
+
+    def _is_admin(self, token: str | None) -> bool:
+        sent = (token or "").encode("utf-8", "replace")
+        return hmac.compare_digest(self._admin, sent)

@@ -21,11 +21,14 @@ from kvstore.errors import ConfigError
 from kvstore.service.app import Service, build_app
 from kvstore.service.auth import Tenants
 from kvstore.service.care import add_care
+from kvstore.service.dashboard import Views, add_dashboard
 from kvstore.service.engine_index import EngineIndex
 from kvstore.service.engine_routes import add_engines
+from kvstore.service.history import History
 from kvstore.service.hotpath import HotPath
 from kvstore.service.l2_events import L2Events
 from kvstore.service.otel import open_tracer
+from kvstore.service.prefixes import PrefixIndex
 from kvstore.service.reload import Reloader, add_reload
 from kvstore.service.sockets import BACKLOG, listen
 from kvstore.store import Store
@@ -65,6 +68,7 @@ def serve(
         record = tracer.record if tracer is not None else None
         store = build_store(settings, record)
         ending.callback(lambda: _close_store(store, reloader.settings.limits.flush_ms / 1e3))
+        prefixes = PrefixIndex()
         tenants = Tenants(settings.server.tokens, settings.server.admin_token)
         hot = HotPath(
             store,
@@ -73,6 +77,7 @@ def serve(
             max_clients=settings.limits.clients,
             hello_s=settings.limits.hello_ms / 1e3,
             stats=lambda: stats(),
+            asked=prefixes.asked,
             record=record,
         )
         service = Service(
@@ -101,7 +106,10 @@ def serve(
             own |= {} if engines is None else {"engines": engines.snapshot()}
             return own if told is None else {**own, "l2_events": told.snapshot()}
 
-        server = _http_server(service, engines, reloader)
+        history = History(lambda: stats(), prefixes.digest)
+        ending.callback(history.close)
+        server = _http_server(service, engines, reloader, Views(store, stats, prefixes, history))
+        history.start()
         hot.start()
         ending.callback(hot.stop)
         # What lives until the end need not be looked through by every collection.
@@ -190,11 +198,12 @@ def _retune(store: Store, hot: HotPath, service: Service, settings: Settings) ->
 
 
 def _http_server(
-    service: Service, engines: EngineIndex | None, reloader: Reloader
+    service: Service, engines: EngineIndex | None, reloader: Reloader, views: Views
 ) -> uvicorn.Server:
     app = build_app(service)
     add_care(app, service)
     add_reload(app, service, reloader)
+    add_dashboard(app, service, views)
     if engines is not None:
         add_engines(app, service, engines)
     config = uvicorn.Config(

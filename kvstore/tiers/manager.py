@@ -318,19 +318,19 @@ class Brain:
     def unpin(self, keys: Iterable[Key] | None = None) -> int:
         """Let these, or all, be evicted again; returns how many were pinned."""
         with self.lock:
-            if keys is None:
-                return self._table.unpin_all()
-            blocks = [b for b in map(self._table.get, keys) if b and self._table.is_pinned(b)]
+            blocks = self._table.pinned_of(keys)
             for block in blocks:
                 self._table.unpin(block)
             return len(blocks)
 
+    def pinned(self, keys: Iterable[Key]) -> int:
+        """How many of these are pinned."""
+        with self.lock:
+            return len(self._table.pinned_of(keys))
+
     def age(self, epochs: int) -> tuple[int, list[Spill]]:
         """One epoch has passed: evict what was published at least so many ago, nobody uses, and
-        waits for no write. What was not written yet is to be, and goes in a later epoch.
-
-        Returns how many blocks were evicted, and those writes.
-        """
+        waits for no write; how many, and the writes of what is not written yet and goes later."""
         with self.lock:
             self._table.epoch += 1
             spills: list[Spill] = []

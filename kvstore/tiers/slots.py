@@ -11,7 +11,7 @@ All methods are called under the brain's lock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from kvstore.blocks import Key
@@ -260,12 +260,12 @@ class SlotTable:
         self.release(PINS, block.slot)
         self.policy.inserted(block.key, block.nbytes)
 
-    def unpin_all(self) -> int:
-        """Take every pin back; returns how many there were."""
-        blocks = [self.at(slot) for slot in self._held[PINS]]
-        for block in blocks:
-            self.unpin(block)
-        return len(blocks)
+    def pinned_of(self, keys: Iterable[Key] | None) -> list[Block]:
+        """Those of these keys' blocks, or of all, that are pinned."""
+        if keys is None:
+            return [self.at(slot) for slot in self._held[PINS]]
+        blocks = map(self._blocks.get, keys)
+        return [block for block in blocks if block is not None and self.is_pinned(block)]
 
     def touch(self, block: Block) -> None:
         """A READY block was used."""
