@@ -16,6 +16,7 @@ import redis_rig
 from browser_rig import Browser
 from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, disk, get, hashes_of, put, wait_until
 
+from kvstore.blocks import Namespace
 from kvstore.client import Client
 
 STATIC = Path(__file__).parents[2] / "kvstore" / "service" / "static"
@@ -24,6 +25,11 @@ ADMIN = "token-of-the-admin"
 EVIL = replace(NAMESPACE, model='<img src=x onerror="window.pwned=1">')
 
 pytestmark = pytest.mark.browser
+
+
+def patient(socket: str, namespace: Namespace, **about: Any) -> Client:
+    """A client that gives nothing up because the machine is busy."""
+    return Client(socket, namespace, reply_limit_s=LIMIT_S, **about)
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +74,8 @@ def use(sidecar: ForkedSidecar) -> None:
     """Prompts that share a front; more of them than L2 has slots."""
     front = hashes_of("front", 12)
     with (
-        Client(sidecar.socket, EVIL, token="token-a", route="chat") as one,
-        Client(sidecar.socket, NAMESPACE, token="token-b", route="rag") as two,
+        patient(sidecar.socket, EVIL, token="token-a", route="chat") as one,
+        patient(sidecar.socket, NAMESPACE, token="token-b", route="rag") as two,
     ):
         for client in (one, two):
             for number in range(5):
@@ -333,7 +339,7 @@ def test_pin_unpin_and_clear(browser: Browser, loaded: ForkedSidecar) -> None:
 
 
 def test_break_even_follows_the_rate_that_is_given(browser: Browser, loaded: ForkedSidecar) -> None:
-    with Client(loaded.socket, NAMESPACE, token="token-b") as client:
+    with patient(loaded.socket, NAMESPACE, token="token-b") as client:
         get(client, hashes_of("front", 12))  # from below: L2 was cleared
     show(browser, loaded, ADMIN)
     browser.until("document.querySelector('#even svg') !== null")
@@ -352,7 +358,7 @@ def test_a_tier_that_is_down(
     browser: Browser, loaded: ForkedSidecar, valkey: redis_rig.Server, tmp_path: Path
 ) -> None:
     valkey.kill()
-    with Client(loaded.socket, NAMESPACE, token="token-b") as client:
+    with patient(loaded.socket, NAMESPACE, token="token-b") as client:
 
         def is_down() -> bool:
             put(client, hashes_of(f"after {len(client_names)}", 2))

@@ -29,10 +29,16 @@ from sidecar_rig import (
     wait_until,
 )
 
+from kvstore.blocks import Namespace
 from kvstore.client import Client
 from kvstore.errors import ConfigError
 
 TOKENS = {"token-a": "team-a", "token-b": "team-b"}
+
+
+def patient(socket: str, namespace: Namespace, **about: Any) -> Client:
+    """A client that gives nothing up because the machine is busy."""
+    return Client(socket, namespace, reply_limit_s=LIMIT_S, **about)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +72,7 @@ def test_promtool_finds_nothing_to_say(sidecar: ForkedSidecar) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed; Debian's package prometheus brings it")
-    with Client(sidecar.socket, NAMESPACE, token="token-a") as client:
+    with patient(sidecar.socket, NAMESPACE, token="token-a") as client:
         put(client, hashes_of("lint", 4))
     text = fetch(sidecar, "/metrics")[1]
     done = subprocess.run(
@@ -80,8 +86,8 @@ def test_tokens_by_tenant_route_and_tier(sidecar: ForkedSidecar) -> None:
     run = hashes_of("routed", 6)
     tokens = NAMESPACE.block_tokens
     with (
-        Client(sidecar.socket, NAMESPACE, token="token-a", route="chat") as chat,
-        Client(sidecar.socket, NAMESPACE, token="token-b", route="rag") as rag,
+        patient(sidecar.socket, NAMESPACE, token="token-a", route="chat") as chat,
+        patient(sidecar.socket, NAMESPACE, token="token-b", route="rag") as rag,
     ):
         assert match(chat, run) == []
         put(chat, run[:4])
@@ -109,7 +115,7 @@ def test_tokens_by_tenant_route_and_tier(sidecar: ForkedSidecar) -> None:
 
 
 def test_a_tier_is_timed_by_direction(sidecar: ForkedSidecar) -> None:
-    with Client(sidecar.socket, NAMESPACE, token="token-a") as client:
+    with patient(sidecar.socket, NAMESPACE, token="token-a") as client:
         put(client, hashes_of("timed", 8))
 
     def written() -> bool:
@@ -126,7 +132,7 @@ def test_a_tier_is_timed_by_direction(sidecar: ForkedSidecar) -> None:
 
 def test_no_label_names_a_client(sidecar: ForkedSidecar) -> None:
     for number in range(3):
-        with Client(sidecar.socket, NAMESPACE, token="token-a", name=f"unheard {number}"):
+        with patient(sidecar.socket, NAMESPACE, token="token-a", name=f"unheard {number}"):
             pass
     names = {key[0] for key in samples_of(sidecar)}
     labels = {label for key in samples_of(sidecar) for label, _ in key[1:]}
@@ -140,7 +146,7 @@ def test_no_label_names_a_client(sidecar: ForkedSidecar) -> None:
 
 def test_a_route_that_is_none_is_refused(sidecar: ForkedSidecar) -> None:
     with pytest.raises(ConfigError, match="route"):
-        Client(sidecar.socket, NAMESPACE, token="token-a", route="no route")
+        patient(sidecar.socket, NAMESPACE, token="token-a", route="no route")
 
 
 def test_unknown_paths_are_one_row(sidecar: ForkedSidecar) -> None:
@@ -221,7 +227,7 @@ def test_traces(tmp_path: Path) -> None:
         tmp_path, {**disk(tmp_path / "disk"), "trace": {"endpoint": collector.url}}
     )
     parent = f"00-{'ab' * 16}-{'cd' * 8}-01"
-    with Client(sidecar.socket, NAMESPACE) as client:
+    with patient(sidecar.socket, NAMESPACE) as client:
         put(client, hashes_of("traced", 2))
         get(client, hashes_of("traced", 2))
         fetch(sidecar, "/v1/stats", {"traceparent": parent, "X-Request-Id": "traced-1"})
@@ -243,7 +249,7 @@ def test_traces(tmp_path: Path) -> None:
 def test_a_collector_that_is_gone_is_in_nobodys_way(tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
     sidecar = ForkedSidecar(tmp_path, {"trace": {"endpoint": "http://127.0.0.1:9"}})
-    with Client(sidecar.socket, NAMESPACE) as client:
+    with patient(sidecar.socket, NAMESPACE) as client:
         put(client, hashes_of("untraced", 4))
         assert get(client, hashes_of("untraced", 4))[1] == ["l2"] * 4
     assert sidecar.stop() == 0
