@@ -104,6 +104,7 @@ class SchedulerSide:
         request_id = request.request_id
         self._requests[request_id] = request
         self._pending.pop(request_id, None)
+        asked_s = self._asked_s.pop(request_id, None)
         if not external_tokens:
             self._attempts.abort(request_id)
             return {}
@@ -111,7 +112,8 @@ class SchedulerSide:
         assert blocks * self._block_tokens == external_tokens, "whole blocks are loaded"
         first = self._first_block[request_id]
         ticket = self._held[request_id] = self._attempts.take(request_id, blocks)
-        waited_ms = (self._clock() - self._asked_s.pop(request_id)) * 1e3
+        assert asked_s is not None, "an allocation without a match"
+        waited_ms = (self._clock() - asked_s) * 1e3
         plan = Blocks(
             request_id,
             ticket.hashes[:blocks],
@@ -219,6 +221,7 @@ class SchedulerSide:
             "store_connected": self._store.store.slab is not None,
             "requests_waiting": len(self._attempts),
             "loads_under_way": len(self._held),
+            "slots_leased": self._attempts.slots_leased(),
             "requests_known": len(self._requests),
         }
 

@@ -132,6 +132,7 @@ class KVStoreTier(SecondaryTierManager):
         return {
             **self._lookups.counts,
             **self._transfers.counts,
+            "store_connected": self._opened.store.slab is not None,
             "keys_known": len(self._lookups),
             "busy": self._transfers.busy,
         }

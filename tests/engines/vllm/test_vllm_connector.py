@@ -15,7 +15,17 @@ from typing import Any
 
 import pytest
 from tiny_models import write_model
-from vllm_rig import BLOCK, Engine, Sidecar, connector, full_blocks, needs_vllm, tokens, wait_until
+from vllm_rig import (
+    BLOCK,
+    ROUNDING,
+    Engine,
+    Sidecar,
+    full_blocks,
+    needs_vllm,
+    patient,
+    tokens,
+    wait_until,
+)
 
 import kvstore
 from kvstore.blocks import Namespace
@@ -24,9 +34,6 @@ from kvstore.hashing import hash_tokens
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
 PROMPT_SETS = 30
-ROUNDING = 1e-5
-PATIENT = {"policy": "wait_complete", "cap_ms": 20_000, "min_tokens": 0}
-"""Nothing is cut: how many tokens are cached is exact, however slow the machine."""
 
 
 class World:
@@ -47,8 +54,8 @@ class World:
 
     def start(self, engine: Engine, model: Path, **arguments: Any) -> None:
         """An engine whose own cache holds all prompts of a test."""
-        patient = connector(self.sidecar.socket, prefetch=PATIENT, reply_limit_ms=60_000)
-        engine.start(model, kv_transfer_config=patient, num_gpu_blocks_override=1024, **arguments)
+        transfer = patient(self.sidecar.socket)
+        engine.start(model, kv_transfer_config=transfer, num_gpu_blocks_override=1024, **arguments)
 
     def post(self, path: str) -> Any:
         request = urllib.request.Request(f"{self.sidecar.url}{path}", method="POST")

@@ -60,6 +60,10 @@ class World:
         metrics: dict[str, float] = self.engine.ask("metrics")["metrics"]
         return metrics.get("vllm:kvstore_blocks_loaded", 0)
 
+    def failed(self) -> float:
+        metrics: dict[str, float] = self.engine.ask("metrics")["metrics"]
+        return metrics.get("vllm:kvstore_blocks_failed", 0)
+
     def nothing_is_held(self) -> None:
         assert self.engine.ask("settle")["requests"] == 0
         held = self.engine.held()
@@ -138,6 +142,61 @@ def test_a_tier_that_claims_what_it_has_not(world: World, broken: bool) -> None:
     for _ in range(2):
         assert world.outputs() == world.expected
     assert sidecar.stop() == 0
+
+
+def test_a_request_given_up_while_it_waits_for_an_answer(world: World) -> None:
+    sidecar = world.sidecar()
+    assert world.outputs() == world.expected
+    assert world.engine.ask("reset")["reset"]
+    sidecar.suspend()
+    name = world.engine.ask("add", prompt=PROMPTS[0])["name"]
+    world.engine.ask("step")
+    assert world.engine.held()["scheduler"]["requests_waiting"] == 1
+    world.engine.ask("abort", name=name)
+    world.nothing_is_held()
+    sidecar.resume()
+    wait_until(lambda: sidecar.stats()["l2"]["slots_leased"] == 0, "leases come back")
+    assert sidecar.stop() == 0
+
+
+@pytest.mark.parametrize("what", ["given up", "hung", "killed"])
+def test_a_load_under_way(world: World, what: str) -> None:
+    """The sidecar is stopped after it has handed the slots to the scheduler's side, before a
+    worker asks for them."""
+    sidecar = world.sidecar()
+    assert world.outputs() == world.expected
+    assert world.engine.ask("reset")["reset"]
+    failed = world.failed()
+    name = world.engine.ask("add", prompt=PROMPTS[0])["name"]
+
+    def slots_have_come() -> bool:
+        world.engine.ask("step", pause_s=0.02)
+        return bool(world.engine.held()["scheduler"]["slots_leased"] == 6)
+
+    wait_until(slots_have_come, "slots for a load")
+    sidecar.suspend()
+    world.engine.ask("step")
+    held = world.engine.held()
+    assert (held["scheduler"]["loads_under_way"], held["worker"]["loads_under_way"]) == (1, 1)
+    if what == "given up":
+        world.engine.ask("abort", name=name)
+        assert world.engine.held()["free_blocks"] < held["blocks"] - 1, "still to be written to"
+        sidecar.resume()
+    else:
+        if what == "killed":
+            sidecar.kill()
+        ended: list[Any] = []
+        wait_until(
+            lambda: ended.extend(world.engine.ask("step", pause_s=0.01)["ended"]) or ended,
+            "the request ends",
+        )
+        assert told(ended) == world.expected[:1]
+        assert world.failed() - failed == 6
+    world.nothing_is_held()
+    if what != "killed":
+        sidecar.resume()
+        wait_until(lambda: sidecar.stats()["l2"]["slots_leased"] == 0, "leases come back")
+        assert sidecar.stop() == 0
 
 
 def test_pressure_preemption_and_aborts(world: World) -> None:

@@ -132,12 +132,12 @@ def write_hearing_model(folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     sound = Qwen2AudioEncoderConfig(
         d_model=64, encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=128,
-        num_mel_bins=128,
+        num_mel_bins=128, initializer_range=0.2,
     )  # fmt: skip
     text = Qwen2Config(
         hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, vocab_size=VOCABULARY,
-        max_position_embeddings=4096,
+        max_position_embeddings=4096, initializer_range=0.1,
     )  # fmt: skip
     config = Qwen2AudioConfig(
         audio_config=sound, text_config=text, audio_token_index=AUDIO_TOKEN, initializer_range=0.1

@@ -23,6 +23,7 @@ class Program:
 
     def __init__(self) -> None:
         self.llm: Any = None
+        self.added = 0
 
     def do_start(self, args: dict[str, Any]) -> dict[str, Any]:
         from vllm import LLM
@@ -136,6 +137,28 @@ class Program:
             steps += 1
         return {"done": done, "steps": steps}
 
+    def do_add(self, prompt: list[int], tokens: int = 8) -> dict[str, Any]:
+        """A request that `step` moves on; its name."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1
+        )
+        self.added += 1
+        name = f"added-{self.added}"
+        engine = self.llm.llm_engine
+        return {"name": engine.add_request(name, {"prompt_token_ids": prompt}, params) or name}
+
+    def do_step(self, pause_s: float = 0.0) -> dict[str, Any]:
+        """One step, a pause for answers to arrive, and which requests have ended by then."""
+        ended = [told(each) for each in self.llm.llm_engine.step() if each.finished]
+        time.sleep(pause_s)
+        return {"ended": ended}
+
+    def do_abort(self, name: str) -> dict[str, Any]:
+        self.llm.llm_engine.abort_request([name])
+        return {}
+
     def do_settle(self, limit_s: float = 10.0) -> dict[str, Any]:
         """Step until the scheduler holds nothing of ended requests any more."""
         scheduler = self.scheduler
@@ -169,6 +192,11 @@ class Program:
             "free_blocks": pool.get_num_free_blocks(),
             "blocks": pool.num_gpu_blocks,
         }
+
+    def do_tier(self) -> dict[str, Any]:
+        """What our tier counts, and the fields of its namespace."""
+        (tier,) = self.scheduler.connector.connector_scheduler.manager.secondary_tiers
+        return {"stats": tier.stats(), "fields": asdict(tier._opened.store.namespace)}
 
     def do_namespace(self) -> dict[str, Any]:
         """The fields of the connector's namespace."""

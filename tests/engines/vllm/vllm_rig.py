@@ -212,6 +212,28 @@ def our_tier(socket: str, **table: Any) -> dict[str, Any]:
     return {**where, "socket": socket, **table}
 
 
+PATIENT = {"policy": "wait_complete", "cap_ms": 20_000, "min_tokens": 0}
+"""Nothing is cut: how many tokens are cached is exact, however slow the machine."""
+PATIENT_TIER = {"deadline_ms": 20_000, "reply_limit_ms": 60_000}
+"""The same for the tier."""
+ROUNDING = 1e-5
+"""A prompt computed in other pieces differs in its last bits, in vLLM's own cache too."""
+
+
+def patient(socket: str, **extra: Any) -> dict[str, Any]:
+    """Our connector, which cuts nothing."""
+    return connector(socket, prefetch=PATIENT, reply_limit_ms=60_000, **extra)
+
+
+def check_same(
+    found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], within: float = ROUNDING
+) -> None:
+    """The same tokens, with the same log-probabilities within rounding."""
+    assert [each["tokens"] for each in found] == [each["tokens"] for each in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one["logprobs"] == pytest.approx(other["logprobs"], abs=within)
+
+
 def tokens(seed: int, count: int) -> list[int]:
     """Made-up tokens of the tiny models."""
     made = random.Random(seed)

@@ -1,0 +1,104 @@
+"""What requests may carry, and how vLLM may cut them, through the connector: LoRA adapters, sounds,
+chunked prefill. Two engines, one sidecar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import AUDIO_TOKEN, write_adapter, write_hearing_model, write_model
+from vllm_rig import (
+    BLOCK,
+    Engine,
+    Sidecar,
+    check_same,
+    full_blocks,
+    needs_vllm,
+    patient,
+    tokens,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    made = Sidecar(tmp_path_factory.mktemp("sidecar"), "--l2", "64MiB", "--slot", "128KiB")
+    yield made
+    assert made.stop() == 0, "leases that did not come back"
+
+
+def both(engines: tuple[Engine, Engine], model: Path, sidecar: Sidecar, **arguments: Any) -> None:
+    for engine in engines:
+        engine.start(model, kv_transfer_config=patient(sidecar.socket), **arguments)
+
+
+def cached(results: list[dict[str, Any]]) -> list[int]:
+    return [each["cached"] for each in results]
+
+
+def test_chunked_prefill(engines: tuple[Engine, Engine], sidecar: Sidecar, tmp_path: Path) -> None:
+    """Steps of 96 tokens, several requests in each: blocks are saved once they are full, wherever
+    a step ends, and a prompt of which a part is loaded goes on from there."""
+    a, b = engines
+    write_model(tmp_path / "llama", "llama", 1)
+    both(engines, tmp_path / "llama", sidecar, max_num_batched_tokens=96)
+    prompts = [tokens(number, length) for number, length in enumerate((50, 97, 333, 511, 700))]
+    longer = [prompt + tokens(50 + number, 300) for number, prompt in enumerate(prompts)]
+    cold = a.generate(prompts, tokens=8, together=True)
+    assert a.ask("settle")["requests"] == 0
+    warm = b.generate(prompts, tokens=8, together=True)
+    assert cached(warm) == [full_blocks(prompt) for prompt in prompts]
+    check_same(warm, cold)
+    right = a.generate(longer, tokens=8, salt="computed anew")
+    assert cached(right) == [0] * len(longer)
+    found = b.generate(longer, tokens=8, together=True)
+    # What decode filled is not in these prompts, but for its first block's beginning.
+    assert cached(found) == [len(prompt) // BLOCK * BLOCK for prompt in prompts]
+    check_same(found, right)
+
+
+def test_adapters_share_nothing(
+    engines: tuple[Engine, Engine], sidecar: Sidecar, tmp_path: Path
+) -> None:
+    a, b = engines
+    write_model(tmp_path / "llama", "llama", 2)
+    adapters = []
+    for number in (1, 2):
+        write_adapter(tmp_path / f"adapter{number}", number)
+        adapters.append([f"adapter{number}", number, str(tmp_path / f"adapter{number}")])
+    both(engines, tmp_path / "llama", sidecar, enable_lora=True, max_lora_rank=8, max_loras=2)
+    prompt = tokens(1, 200)
+    cold = [a.generate([prompt], tokens=8, adapter=adapter)[0] for adapter in (None, *adapters)]
+    assert cached(cold) == [0, 0, 0]
+    assert len({tuple(each["tokens"]) for each in cold}) == 3, "adapters that change nothing"
+    assert a.ask("settle")["requests"] == 0
+    warm = [b.generate([prompt], tokens=8, adapter=adapter)[0] for adapter in (None, *adapters)]
+    assert cached(warm) == [full_blocks(prompt)] * 3
+    check_same(warm, cold)
+
+
+def test_sounds_are_known_by_what_they_are(
+    engines: tuple[Engine, Engine], sidecar: Sidecar, tmp_path: Path
+) -> None:
+    """A prompt with a second of sound in it, from its 40th token on."""
+    a, b = engines
+    write_hearing_model(tmp_path / "model", 3)
+    both(
+        engines,
+        tmp_path / "model",
+        sidecar,
+        skip_tokenizer_init=False,
+        limit_mm_per_prompt={"audio": 1},
+    )
+    prompt = [max(token, 7) for token in tokens(1, 40)] + [AUDIO_TOKEN] + tokens(2, 100)
+    prompt = [token if at == 40 else max(token, 7) for at, token in enumerate(prompt)]
+    cold = [a.generate([prompt], tokens=8, sound=seed)[0] for seed in (1, 2)]
+    assert cached(cold) == [0, BLOCK], "only what precedes the sound is the same"
+    assert cold[0]["logprobs"] != cold[1]["logprobs"], "a model that does not hear"
+    assert a.ask("settle")["requests"] == 0
+    warm = [b.generate([prompt], tokens=8, sound=seed)[0] for seed in (1, 2, 3)]
+    assert cached(warm) == [5 * BLOCK, 5 * BLOCK, BLOCK]  # 165 tokens, 25 of them the sound
+    check_same(warm[:2], cold)
