@@ -109,6 +109,67 @@ def test_a_hit_is_loaded_by_the_worker_while_its_lease_is_held_here() -> None:
     rig.store.check_idle()
 
 
+def test_a_reset_hides_all_that_was_saved_and_names_blocks_anew() -> None:
+    rig = Scheduling(*ALL)
+    rig.hold(4)
+    waiting = request("waiting")
+    assert rig.side.match(waiting, 0) == 4 * BLOCK
+    running = request("running", tag=9)
+    rig.side.match(running, 0)
+    rig.side.allocated(running, range(4), 0)
+    assert rig.side.reset()
+    rig.store.check_idle()
+    assert rig.side.match(waiting, 0) == 0
+    rig.side.allocated(waiting, range(4), 0)
+    # What was running computes with what it computed before: nothing of that is saved.
+    plan = rig.plan([("running", 4 * BLOCK), ("waiting", 4 * BLOCK)])
+    (save,) = plan.saves
+    assert save.request_id == "waiting"
+    assert not set(save.hashes) & set(waiting.block_hashes)
+    assert len(set(save.hashes)) == 4
+    (save,) = rig.plan([("running", 4 * BLOCK)], preempted=["running"]).saves
+    assert not set(save.hashes) & set(running.block_hashes)
+    # What is saved under the new names is found by them.
+    for name in save.hashes:
+        rig.store.put(name, bytes_of(0), "l2")
+    assert rig.side.match(request("later", tag=9), 0) == 4 * BLOCK
+    assert rig.side.reset()
+    assert rig.side.match(request("latest", tag=9), 0) == 0, "each reset is another"
+    for each in (waiting, running):
+        rig.side.finished(each)
+    rig.store.check_idle()
+
+
+def test_a_reset_waits_for_loads() -> None:
+    rig = Scheduling(*ALL)
+    rig.hold(4)
+    asked = request()
+    rig.side.match(asked, 0)
+    rig.side.allocated(asked, range(5), 4 * BLOCK)
+    assert not rig.side.reset()
+    rig.side.finished(asked)
+    assert rig.side.reset(), "it loads for nobody"
+    rig.side.heard(["r"], [])
+    rig.store.check_idle()
+
+
+def test_a_request_that_is_resumed_has_its_whole_deadline() -> None:
+    rig = Scheduling(*ALL)
+    asked = request()
+    assert rig.side.match(asked, 0) == 0
+    rig.side.allocated(asked, range(5), 0)
+    rig.plan([("r", 4 * BLOCK)])
+    rig.clock.advance(20 * DEADLINE_MS / 1e3)
+    rig.plan(preempted=["r"])
+    rig.hold(4)
+    assert rig.side.match(asked, 0) == 4 * BLOCK
+    rig.side.allocated(asked, range(5), 4 * BLOCK)
+    (load,) = rig.plan().loads
+    assert load.left_ms == DEADLINE_MS
+    rig.side.heard(["r"], [])
+    rig.store.check_idle()
+
+
 def test_only_what_vllm_lacks_is_loaded_and_the_last_token_never() -> None:
     rig = Scheduling(*ALL)
     rig.hold(4)

@@ -161,7 +161,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         news = connector_output.kv_connector_worker_meta
         failed: Iterable[str] = news.failed if isinstance(news, WorkerNews) else ()
         self._scheduling.heard(connector_output.finished_recving or (), failed)
-        if self._events and isinstance(news, WorkerNews):
+        if self._events and isinstance(news, WorkerNews) and self._scheduling.names_are_vllms:
             self._stored = (self._stored + news.stored)[:EVENTS_MAX]
 
     def request_finished(
@@ -173,6 +173,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduling.finished(request), None
+
+    def reset_cache(self) -> bool:
+        return self._scheduling.reset()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Blocks the store took, as vLLM's own offloading tells of those it put in host memory."""

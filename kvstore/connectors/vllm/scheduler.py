@@ -10,6 +10,8 @@ Requests are vLLM's, of which a few attributes are read; there is no vLLM in her
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +23,9 @@ from kvstore.connectors.vllm.plans import IDLE_WAIT_S, Blocks, StepPlan
 from kvstore.tiers.policies.prefetch import PrefetchPolicy
 from kvstore.verbs import Answer, BlockStore, Load
 
+EPOCH_BYTES: Final = 16
+NEVER: Final = 1 << 62
+"""More blocks than any request has: as if all were offered."""
 EVENTS_MAX: Final = 4096
 """Stored hashes kept until vLLM takes them as events; further ones are not told."""
 
@@ -70,6 +75,7 @@ class SchedulerSide:
         self._held: dict[str, Load] = {}
         self._pending: dict[str, tuple[tuple[bytes, ...], int]] = {}
         self._failed: set[str] = set()
+        self._epoch = b""
         self._plan = StepPlan()
         self._finishing: set[str] = set()
         self._counts: Counter[str] = Counter()
@@ -176,7 +182,7 @@ class SchedulerSide:
         start = self._offered.get(request_id, 0)
         if full <= start:
             return
-        hashes = self._hashes(request, full)[start:]
+        hashes = self._hashes(request, full, start)
         ids = tuple(block_ids(request_id)[start:full])
         if len(ids) < len(hashes):
             return  # a step that is not computed yet by the time its blocks are asked for
@@ -212,6 +218,28 @@ class SchedulerSide:
             if ticket is not None:
                 self._store.release(ticket)
 
+    def reset(self) -> bool:
+        """Nothing that was saved up to now is loaded any more. vLLM asks for it when the weights
+        may have changed in place, which nothing in a namespace tells. From here on the engine's
+        blocks have names of their own, that no other engine knows.
+
+        False: loads are under way for requests that live, with blocks from before.
+        """
+        if self._held.keys() & self._requests.keys():
+            return False
+        self._attempts.close()
+        self._pending.clear()
+        for request_id in self._requests:
+            # Runs on with blocks of before, unless it is preempted: then all is computed anew.
+            self._offered[request_id] = NEVER
+        self._epoch = os.urandom(EPOCH_BYTES)
+        return True
+
+    @property
+    def names_are_vllms(self) -> bool:
+        """Whether blocks are stored under the hashes that vLLM gave them."""
+        return not self._epoch
+
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and what is held now."""
         return {
@@ -236,10 +264,11 @@ class SchedulerSide:
             self._store.release(ticket)
         self._held.clear()
 
-    def _hashes(self, request: Request, blocks: int) -> tuple[bytes, ...]:
-        """Names of the first blocks of a request, at most those that have one."""
+    def _hashes(self, request: Request, stop: int, start: int = 0) -> tuple[bytes, ...]:
+        """Names of a request's blocks from `start` up to `stop`, as far as they have one."""
         per = self._hashes_per_block
-        names = request.block_hashes[: blocks * per]
-        if per == 1:
+        names = request.block_hashes[start * per : stop * per]
+        names = names if per == 1 else names[per - 1 :: per]
+        if not self._epoch:
             return tuple(names)
-        return tuple(names[per - 1 :: per])
+        return tuple(hashlib.sha256(self._epoch + name).digest() for name in names)

@@ -60,6 +60,27 @@ def test_chunked_prefill(engines: tuple[Engine, Engine], sidecar: Sidecar, tmp_p
     check_same(found, right)
 
 
+def test_a_reset_of_the_connector_hides_all_that_was_saved(
+    engines: tuple[Engine, Engine], sidecar: Sidecar, tmp_path: Path
+) -> None:
+    """As vLLM asks for it when weights are changed in place."""
+    a, b = engines
+    write_model(tmp_path / "llama", "llama", 4)
+    both(engines, tmp_path / "llama", sidecar)
+    prompt = tokens(5, 200)
+    cold = a.generate([prompt], tokens=8)
+    assert a.ask("settle")["requests"] == 0
+    assert a.ask("reset", connector=True)["reset"]
+    found = a.generate([prompt], tokens=8)
+    assert cached(found) == [0]
+    assert a.ask("settle")["requests"] == 0
+    assert a.ask("reset")["reset"]
+    assert cached(a.generate([prompt], tokens=8)) == [full_blocks(prompt)], "its own, by new names"
+    warm = b.generate([prompt], tokens=8)
+    assert cached(warm) == [full_blocks(prompt)], "the other engine goes on"
+    check_same(warm, cold)
+
+
 def test_adapters_share_nothing(
     engines: tuple[Engine, Engine], sidecar: Sidecar, tmp_path: Path
 ) -> None:
