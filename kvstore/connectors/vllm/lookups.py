@@ -63,6 +63,11 @@ class Lookups:
     def __len__(self) -> int:
         return len(self._keys)
 
+    @property
+    def waiting(self) -> bool:
+        """Answers are under way."""
+        return bool(self._questions)
+
     def lookup(self, key: bytes, request_id: str, group: int, position: int) -> Answer:
         """HIT, MISS, or PENDING: ask again next step.
 

@@ -105,7 +105,8 @@ class RowCopier:
 
 
 class Transfers:
-    """The jobs of one tier. Every call comes from the scheduler's thread; none waits but `drain`.
+    """The jobs of one tier. Every call comes from the scheduler's thread; none waits but `drain`,
+    and `advance` and `finished` for as long as they are told.
 
     deadline_ms: how long a window may wait for its slots.
     """
@@ -152,10 +153,12 @@ class Transfers:
             self._end_job(job)
         self.advance()
 
-    def advance(self) -> None:
-        """Take in what store and copies did, and start what may start."""
-        self._store.poll(0.0)
-        for copy in self._copies.finished():
+    def advance(self, wait_s: float = 0.0) -> None:
+        """Take in what store and copies did, and start what may start. wait_s: how long to wait
+        for the first copy to end, or where none runs, for the store to answer."""
+        copying = self._copies.under_way > 0
+        self._store.poll(0.0 if copying else wait_s)
+        for copy in self._copies.finished(wait_s if copying else 0.0):
             self._end_copy(copy)
         for window in list(self._running):
             self._move(window)
@@ -163,9 +166,9 @@ class Transfers:
             while waiting and len(self._running) < WINDOWS_MAX:
                 self._start(waiting.popleft())
 
-    def finished(self) -> list[JobEnd]:
-        """Jobs that ended since the last call."""
-        self.advance()
+    def finished(self, wait_s: float = 0.0) -> list[JobEnd]:
+        """Jobs that ended since the last call. wait_s: see `advance`."""
+        self.advance(wait_s)
         ended, self._ended = self._ended, []
         return ended
 

@@ -153,6 +153,8 @@ def test_a_request_given_up_while_it_waits_for_an_answer(world: World) -> None:
     world.engine.ask("step")
     assert world.engine.held()["scheduler"]["requests_waiting"] == 1
     world.engine.ask("abort", name=name)
+    held = world.engine.held()["scheduler"]
+    assert (held["requests_waiting"], held["requests_known"]) == (0, 0)
     world.nothing_is_held()
     sidecar.resume()
     wait_until(lambda: sidecar.stats()["l2"]["slots_leased"] == 0, "leases come back")

@@ -142,7 +142,7 @@ def test_a_store_without_room(world: World, tmp_path: Path) -> None:
     world.start(world.a, table=our_tier(sidecar.socket))
     expected = world.a.generate(asked, tokens=8)
     settled(world.a)
-    assert world.a.ask("tier")["stats"]["units_refused"] > 0
+    assert world.a.ask("tier")["stats"]["units_saved"] > 4, "they have driven each other out"
     world.a.ask("reset", connector=True)
     check_same(world.a.generate(asked, tokens=8), expected)
     settled(world.a)

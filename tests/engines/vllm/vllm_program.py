@@ -146,8 +146,8 @@ class Program:
         )
         self.added += 1
         name = f"added-{self.added}"
-        engine = self.llm.llm_engine
-        return {"name": engine.add_request(name, {"prompt_token_ids": prompt}, params) or name}
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return {"name": name}
 
     def do_step(self, pause_s: float = 0.0) -> dict[str, Any]:
         """One step, a pause for answers to arrive, and which requests have ended by then."""
