@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from kvstore.connectors.attempts import (
@@ -27,21 +27,19 @@ from kvstore.connectors.attempts import (
 from kvstore.connectors.base import GuardedStore
 from kvstore.connectors.segments import Segments
 from kvstore.engine.hooks import MISS, HookMatch
-from kvstore.tiers.policies.adaptive import Adaptive, Choice, Do, Outlook
+from kvstore.tiers.policies.adaptive import Adaptive, Choice, Do, Outlook, Watch
 from kvstore.verbs import Answer, Load, Match
 
 RELOOK_MS: Final = 5.0
 """How soon a waiting request is looked at again though nothing came."""
-TOLD_STEP: Final = 1.5
-"""Arrivals are told to the policy when so many times as many are there as the last time."""
 
 
 @dataclass(eq=False, slots=True)
 class Ahead:
     """One request's question: the run from block `base` of a prompt with these hashes.
 
-    run: what was asked for, once it was. told: blocks by tier that the policy has heard of.
-    looked_s: when it was last looked at. offered: (first, blocks) of the last hit.
+    run: what was asked for, once it was. watch: of its arrivals. looked_s: when it was last looked
+        at. offered: (first, blocks) of the last hit. hit: there was one.
     """
 
     hashes: tuple[bytes, ...]
@@ -52,7 +50,7 @@ class Ahead:
     run: Segments | None = None
     asked_s: float = 0.0
     looked_s: float = 0.0
-    told: Counter[str] = field(default_factory=Counter)
+    watch: Watch | None = None
     explores: bool = False
     missed_s: float | None = None
     offered: tuple[int, int] = (0, 0)
@@ -218,6 +216,8 @@ class TwoEnds:
             return self._hit(ahead, first, ready)
         beyond = run.next_arrived(start)
         blocks = choice.blocks if beyond is None else min(choice.blocks, beyond - start)
+        if blocks == len(coming):
+            self._give_up(ahead, run, now_s, "loads_overtaken")
         run.cut(start + blocks)
         return self._compute(blocks)
 
@@ -260,6 +260,7 @@ class TwoEnds:
             run.tiers = tiers = tiers[:leading]
         if tiers:
             ahead.run, ahead.asked_s, ahead.looked_s = run, now_s, now_s
+            ahead.watch = Watch(self._policy, Counter(tiers))
             run.ask(min(leading, len(tiers)))
             self.counts["loads"] += 1
 
@@ -274,23 +275,15 @@ class TwoEnds:
 
     def _look(self, ahead: Ahead, run: Segments, now_s: float) -> None:
         """Tell the policy what has come since the last look."""
-        low_s, high_s = ahead.looked_s - ahead.asked_s, now_s - ahead.asked_s
         ahead.looked_s = now_s
-        if not run.steady:
-            return
-        wanted = Counter(run.tiers)
-        for tier, count in run.arrived().items():
-            told = ahead.told[tier]
-            if count > told and (count >= TOLD_STEP * told or count >= wanted[tier]):
-                ahead.told[tier] = count
-                self._policy.arrived(tier, count, low_s, high_s)
+        if run.steady and ahead.watch is not None:
+            ahead.watch.look(run.arrived(), now_s - ahead.asked_s)
 
     def _give_up(self, ahead: Ahead, run: Segments, now_s: float, why: str) -> None:
         """Let go what has not come. That it has not come by now is worth knowing."""
-        if run.steady:
-            arrived = run.arrived()
-            for tier in {run.tier(block) for block in run.coming(run.base)} - {L2}:
-                self._policy.arrived(tier, arrived[tier] + 1, now_s - ahead.asked_s, float("inf"))
+        if run.steady and ahead.watch is not None:
+            tiers = {run.tier(block) for block in run.coming(run.base)} - {L2}
+            ahead.watch.give_up(tiers, run.arrived(), now_s - ahead.asked_s)
         blocks = run.give_up()
         self.counts[why] += blocks > 0
         self.counts["blocks_let_go"] += blocks

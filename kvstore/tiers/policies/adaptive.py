@@ -15,8 +15,10 @@ begin with. A tier found too slow is given another try now and then.
 from __future__ import annotations
 
 import enum
+import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -31,11 +33,15 @@ GAIN_MIN: Final = 0.03
 STEP_WASTE: Final = 1.1
 """How much longer a prefill in two steps may take than in one to be cut in two."""
 LATE: Final = 1.5
-"""A load that has taken this many times what was believed is believed to go on so."""
+"""A load that has brought nothing for this many times what was believed is late."""
+FEW: Final = 8
+"""Blocks that have come of a load before its own pace counts as much as what was believed."""
 EXPLORE_EVERY: Final = 16
 """Of so many loads that seemed to be not worth it, one is made all the same, beside computing."""
 TINY_S: Final = 1e-6
 """What is shorter is no time to compare with."""
+TOLD_STEP: Final = 1.5
+"""The arrivals of one load are worth knowing when there are so many times as many as before."""
 TIERS_MAX: Final = 32
 """Tiers that times are kept of."""
 L2: Final = "l2"
@@ -124,25 +130,29 @@ class Adaptive:
         remaining = {tier: self._remaining(tier, outlook) for tier in set(missing)}
         if not self.prefill.known or None in remaining.values():
             return Choice(Do.COMPUTE, quantum)
-        suffixes = _suffix_counts(missing)
+        places: dict[str, list[int]] = {tier: [] for tier in remaining}
+        for place, tier in enumerate(missing):
+            places[tier].append(place)
 
         def computing_s(compute: int) -> float:
             return self.prefill.seconds(outlook.start, outlook.start + compute * size)
 
         def loading_s(compute: int) -> float:
-            return max(
-                (
-                    max(0.0, (line := remaining[tier])[0] + count * line[1])  # type: ignore[index]
-                    for tier, count in suffixes[compute].items()
-                ),
-                default=0.0,
-            )
+            longest_s = 0.0
+            for tier, line in remaining.items():
+                count = len(places[tier]) - bisect_left(places[tier], compute)
+                if count and line is not None:
+                    longest_s = max(longest_s, line[0] + count * line[1])
+            return longest_s
 
         best, both_s = meet(blocks, computing_s, loading_s)
         if computing_s(blocks) <= both_s * (1 + GAIN_MIN):
             return self._without(blocks, quantum, outlook.explores)
         if not best or loading_s(0) <= both_s * (1 + GAIN_MIN):
-            return WAIT
+            # Nobody knows when what is late will come; to compute meanwhile costs a step at most.
+            patience_s = computing_s(quantum) / 2
+            late = any(self._late(tier, outlook, patience_s) for tier in remaining)
+            return Choice(Do.COMPUTE, quantum) if late else WAIT
         half = max(quantum, -(-best // 2))
         if half < best and 2 * computing_s(half) > STEP_WASTE * computing_s(best):
             half = best
@@ -157,6 +167,13 @@ class Adaptive:
             self.counts["explored"] += 1
         return Choice(Do.COMPUTE, max(quantum, -(-blocks // 2)), explores=True)
 
+    def _late(self, tier: str, outlook: Outlook, patience_s: float = 0.0) -> bool:
+        """Nothing has come, and it should have."""
+        times = self.loads.get(tier)
+        if times is None or not times.known or outlook.arrived.get(tier):
+            return False
+        return outlook.elapsed_s > LATE * times.seconds(1) + patience_s
+
     def _remaining(self, tier: str, outlook: Outlook) -> tuple[float, float] | None:
         """(a, b): n blocks more of this tier come in a + n b seconds from now. None: no idea."""
         elapsed_s, came = outlook.elapsed_s, outlook.arrived.get(tier, 0)
@@ -166,13 +183,17 @@ class Adaptive:
                 return (0.0, 0.0)
             return (0.0, elapsed_s / came) if came else None
         first_s, block_s = times.line
-        next_s = max(times.seconds(came + 1), TINY_S)
-        if elapsed_s > LATE * next_s:
-            # The next one may be as late again as it is already.
-            pace = elapsed_s / next_s
-            return pace * (first_s + came * block_s) - next_s, pace * block_s
-        pace = min(1.0, elapsed_s / max(times.seconds(came), TINY_S)) if came else 1.0
-        return pace * (first_s + came * block_s) - elapsed_s, pace * block_s
+        if not came:
+            # What is late may be as late again as it is already.
+            late = self._late(tier, outlook)
+            return (elapsed_s if late else first_s - elapsed_s), block_s
+        pace = 1.0
+        if elapsed_s < times.seconds(came):
+            pace = elapsed_s / max(times.seconds(came), TINY_S)
+        elif elapsed_s > times.seconds(came + 1):
+            pace = elapsed_s / max(times.seconds(came + 1), TINY_S)
+        # The first few arrivals say more about the beginning of this load than about its pace.
+        return 0.0, block_s * pace ** (came / (came + FEW))
 
     # As a policy that only says how long to wait, for engines that load a prefix or nothing.
 
@@ -216,12 +237,28 @@ class Adaptive:
         return {"chosen": dict(self.counts), "prefill_tokens_per_s": rate, "tiers": tiers}
 
 
-def _suffix_counts(tiers: Sequence[str]) -> list[Mapping[str, int]]:
-    """Blocks by tier in tiers[i:], for each i up to the end."""
-    found: list[Mapping[str, int]] = [{}]
-    counts: dict[str, int] = {}
-    for tier in reversed(tiers):
-        counts = {**counts, tier: counts.get(tier, 0) + 1}
-        found.append(counts)
-    found.reverse()
-    return found
+class Watch:
+    """What the policy is told of one load: from one look at it to the next.
+
+    wanted: blocks asked for, by tier.
+    """
+
+    def __init__(self, policy: Adaptive, wanted: Mapping[str, int]) -> None:
+        self._policy = policy
+        self._wanted = wanted
+        self._told: Counter[str] = Counter()
+        self._looked_s = 0.0
+
+    def look(self, arrived: Mapping[str, int], elapsed_s: float) -> None:
+        """So many blocks have come from each tier, so long after the load began."""
+        low_s, self._looked_s = self._looked_s, elapsed_s
+        for tier, count in arrived.items():
+            told = self._told[tier]
+            if count > told and (count >= TOLD_STEP * told or count >= self._wanted[tier]):
+                self._told[tier] = count
+                self._policy.arrived(tier, count, low_s, elapsed_s)
+
+    def give_up(self, tiers: Iterable[str], arrived: Mapping[str, int], elapsed_s: float) -> None:
+        """The next block of these tiers has not come by now, and will not be seen to."""
+        for tier in tiers:
+            self._policy.arrived(tier, arrived.get(tier, 0) + 1, elapsed_s, math.inf)

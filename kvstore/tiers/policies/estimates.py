@@ -21,39 +21,54 @@ STEPS_SUMMED: Final = 64
 """Steps of a long prefill that are added one by one; beyond, they are taken to be alike."""
 LOADS_KEPT: Final = 32
 """Times kept of each tier."""
+GUESS: Final = 4.0
+"""How far from the edge of a wide range a guess is made, and a belief is moved by one."""
+TINY_S: Final = 1e-6
+"""No load is taken to be shorter."""
 TIGHT: Final = 0.15
 """An arrival seen within this share of its time counts as seen when it came."""
 
 
 class _Cell:
-    """Seconds a token of steps of about one size behind a context of about one length."""
+    """Seconds a token of steps of about one size behind a context of about one length, and how many
+    tokens they have in the mean."""
 
-    __slots__ = ("log_s", "seen", "strange")
+    __slots__ = ("log_s", "seen", "strange", "tokens")
 
-    def __init__(self, log_s: float) -> None:
+    def __init__(self, log_s: float, tokens: int) -> None:
         self.log_s = log_s
+        self.tokens = float(tokens)
         self.seen = 1
         self.strange = 0
 
-    def add(self, log_s: float) -> None:
+    def add(self, log_s: float, tokens: int) -> None:
         change = log_s - self.log_s
         side = (change > STRANGE) - (change < -STRANGE)
         if side and side != self.strange:
             change = side * STRANGE
         self.strange = side
         self.seen += 1
-        self.log_s += max(1.0 / self.seen, GAIN) * change
+        gain = max(1.0 / self.seen, GAIN)
+        self.log_s += gain * change
+        self.tokens += gain * (tokens - self.tokens)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step of the mean size."""
+        return self.tokens * math.exp(self.log_s)
 
 
 class PrefillTimes:
     """Seconds of a prefill step by its tokens and the tokens before it.
 
-    A cell for each power of two of both; what has no cell yet is read from the nearest one.
+    A cell for each power of two of both; what has no cell yet is read from the nearest one. Longer
+    steps than any seen are taken to go on as the two longest do: a step costs something however
+    short it is.
     """
 
     def __init__(self) -> None:
         self._cells: dict[tuple[int, int], _Cell] = {}
-        self._step_tokens = 0
+        self._longest = 0
 
     @property
     def known(self) -> bool:
@@ -62,37 +77,50 @@ class PrefillTimes:
 
     def add(self, start: int, tokens: int, seconds: float) -> None:
         """`tokens` tokens behind `start` others took one step of so many seconds."""
-        if tokens < 1 or not 0 < seconds < math.inf:
+        if tokens < 1 or not TINY_S * TINY_S < seconds < math.inf:
             return
         log_s = math.log(seconds / tokens)
         where = (tokens.bit_length(), start.bit_length())
         cell = self._cells.get(where)
         if cell is None:
-            self._cells[where] = _Cell(log_s)
+            self._cells[where] = _Cell(log_s, tokens)
         else:
-            cell.add(log_s)
-        self._step_tokens = max(self._step_tokens, tokens)
+            cell.add(log_s, tokens)
+        self._longest = max(self._longest, tokens)
 
     def seconds(self, start: int, end: int) -> float:
-        """To compute tokens start..end, in steps no longer than the longest seen."""
+        """To compute tokens start..end, in steps no longer than twice the longest seen."""
         total_s, steps = 0.0, 0
         while start < end:
-            tokens = min(end - start, self._step_tokens)
+            tokens = min(end - start, 2 * self._longest)
+            step_s = self._step_s(start, tokens)
             if steps == STEPS_SUMMED:
-                return total_s + (end - start) * self._token_s(start, tokens)
-            total_s += tokens * self._token_s(start, tokens)
+                return total_s + step_s * (end - start) / tokens
+            total_s += step_s
             start += tokens
             steps += 1
         return total_s
 
-    def _token_s(self, start: int, tokens: int) -> float:
-        size, context = tokens.bit_length(), start.bit_length()
+    def _step_s(self, start: int, tokens: int) -> float:
+        where = self._nearest(tokens.bit_length(), start.bit_length())
+        cell = self._cells[where]
+        size, context = where
+        if tokens <= self._longest or tokens.bit_length() <= size:
+            return tokens * math.exp(cell.log_s)
+        shorter = [n for n, of in self._cells if of == context and n < size]
+        if not shorter:
+            return tokens * math.exp(cell.log_s)
+        other = self._cells[(max(shorter), context)]
+        slope_s = (cell.seconds - other.seconds) / max(1.0, cell.tokens - other.tokens)
+        slope_s = min(max(0.0, slope_s), math.exp(cell.log_s))
+        return cell.seconds + (tokens - cell.tokens) * slope_s
 
+    def _nearest(self, size: int, context: int) -> tuple[int, int]:
         def distance(where: tuple[int, int]) -> tuple[int, int, int]:
             # How many tokens a step has says more about a token than what stands before them.
             return (2 * abs(where[0] - size) + abs(where[1] - context), -where[0], -where[1])
 
-        return math.exp(self._cells[min(self._cells, key=distance)].log_s)
+        return min(self._cells, key=distance)
 
 
 class LoadTimes:
@@ -115,19 +143,37 @@ class LoadTimes:
         """The last of so many blocks came later than low_s and no later than high_s.
 
         Whoever computes meanwhile looks rarely. Such a wide range says something only where the
-        estimate lies outside it; without an estimate its end is taken.
+        estimate lies outside it: then all times kept are moved along. Without an estimate, or below
+        the old one, it is a guess on the short side: whoever waits too long is told so, and whoever
+        does not wait learns nothing.
         """
         if blocks < 1 or not 0 <= low_s <= high_s:
             return
-        seconds = high_s
-        if self.known and high_s - low_s > TIGHT * high_s:
+        if math.isfinite(high_s) and high_s - low_s <= TIGHT * high_s:
+            self._keep(blocks, high_s)
+        elif not self.known:
+            if math.isfinite(high_s):
+                self._keep(blocks, max(low_s, high_s / GUESS))
+            elif low_s:
+                self._keep(blocks, GUESS * low_s)
+        else:
             believed_s = self.seconds(blocks)
-            if low_s <= believed_s <= high_s:
-                return
-            seconds = low_s if believed_s < low_s else high_s
-        if math.isfinite(seconds):
-            self._seen.append((blocks, seconds))
-            self._line = None
+            if believed_s > high_s:
+                self._move(max(low_s, high_s / 2) / believed_s)
+            elif believed_s < low_s:
+                self._move(low_s / max(believed_s, TINY_S))
+
+    def _keep(self, blocks: int, seconds: float) -> None:
+        self._seen.append((blocks, seconds))
+        self._line = None
+
+    def _move(self, factor: float) -> None:
+        """All times are so many times as long as believed; no single word moves them far."""
+        factor = min(max(factor, 1 / GUESS), GUESS)
+        moved = [(n, max(s, TINY_S) * factor) for n, s in self._seen]
+        self._seen.clear()
+        self._seen.extend(moved)
+        self._line = None
 
     def seconds(self, blocks: float) -> float:
         """Until this many blocks of one load have arrived."""
