@@ -25,9 +25,9 @@ import numpy as np
 from kvstore.costs import CostModel
 from kvstore.simulate.device import Device
 from kvstore.simulate.levels import Level
-from kvstore.simulate.tiers import L1, L2, L3, Tiers
+from kvstore.simulate.tiers import COMPUTED, L1, L2, L3, Tiers
 from kvstore.simulate.traces import Asked
-from kvstore.simulate.waits import ALWAYS, MIN_TOKENS, Waits
+from kvstore.simulate.waits import ALWAYS, MIN_TOKENS, Taken, Waits
 from kvstore.tiers.policies.write import write_policy
 
 PERCENTILES = (50, 90, 99)
@@ -117,11 +117,13 @@ class Replay:
         found = self._tiers.find(run)
         now_s = request.time_s
         can_start_s = max(0.0, self._free_s[0] - now_s) if self._free_s else 0.0
-        taken = self._waits.take(now_s, found, sizes, inner[1:], can_start_s)
+        taken = self._waits.take(now_s, found, sizes, inner[1:], can_start_s, inner[0])
         found = found[: taken.blocks]
+        if taken.computed:
+            found = [COMPUTED if n in taken.computed else tier for n, tier in enumerate(found)]
         self._count(request, here, first, found)
         hit = max(here, request.hit_tokens(first + taken.blocks))
-        self._time(request, hit, max(can_start_s, taken.wait_s), taken.load_s)
+        self._time(request, hit, can_start_s, taken)
         self._tiers.keep(run, sizes, found)
         if device is not None:
             device.keep(request)
@@ -133,21 +135,24 @@ class Replay:
         for index, tier in enumerate(found, first + 1):
             end = request.hit_tokens(index)
             if end > at:
-                hits[tier] += end - at
+                if tier != COMPUTED:
+                    hits[tier] += end - at
                 at = end
         for tier, kept in self.counts.hits.items():
             kept.append(hits[tier])
 
-    def _time(self, request: Asked, hit: int, wait_s: float, load_s: float) -> None:
+    def _time(self, request: Asked, hit: int, can_start_s: float, taken: Taken) -> None:
         prefill = self.shape.costs.prefill
         cold_s = prefill.cold_s(request.tokens)
         compute_s = prefill.seconds(max(0, min(hit, request.tokens - 1)), request.tokens)
+        wait_s, load_s = max(can_start_s, taken.wait_s), taken.load_s
         if self._free_s:
             heapq.heapreplace(self._free_s, request.time_s + wait_s + load_s + compute_s)
+        self._waits.computed(min(hit, request.tokens - 1), request.tokens, compute_s)
         counts = self.counts
         counts.ttft_s.append(wait_s + load_s + compute_s)
         counts.cold_s.append(cold_s)
-        counts.gpu_s += compute_s
+        counts.gpu_s += compute_s + taken.computed_s
         counts.gpu_cold_s += cold_s
 
     def result(self, block_tokens: int) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from kvstore.simulate.levels import Level
 from kvstore.tiers.policies.write import WritePolicy
 
 L1, L2, L3 = "l1", "l2", "l3"
+COMPUTED = "computed"
+"""In place of a tier: the block was held below, and computed all the same, sooner than it came."""
 
 
 class Tiers:
@@ -54,6 +56,8 @@ class Tiers:
         host, below = self.host, self.below
         for index in range(len(found) - 1, -1, -1):
             tier = found[index]
+            if tier == COMPUTED:
+                continue
             self.bytes_read[tier] += sizes[index]
             if tier == L3 and below is not None:
                 below.use(run[index], sizes[index])

@@ -25,15 +25,14 @@ LOOKS: Final = 16
 class World:
     """One request, and how long things truly take.
 
-    tiers: where each block of the run lies. first_token: where the run begins. block_tokens: of
-    each block. arrive_s: seconds from the request's arrival until so many blocks of those below L2
+    tiers: where each block of the run lies. starts: tokens before each block, and the run's end.
+    arrive_s: seconds from the request's arrival until so many blocks of those below L2
     have come, the last of the run first. computing_s(a, b): seconds of a step that computes tokens
     a..b. can_start_s: until the engine is free.
     """
 
     tiers: Sequence[str]
-    first_token: int
-    block_tokens: int
+    starts: Sequence[int]
     arrive_s: Sequence[float]
     computing_s: Callable[[int, int], float]
     can_start_s: float = 0.0
@@ -68,6 +67,7 @@ class _Run:
         self._watch = Watch(policy, Counter(world.tiers))
         self._explores = False
         self._come_at_most = len(self._below)
+        self._block_tokens = max(1, (world.starts[-1] - world.starts[0]) // len(world.tiers))
 
     def go(self) -> Met:
         world, at = self._world, 0
@@ -104,12 +104,11 @@ class _Run:
 
     def _compute(self, at: int, blocks: int) -> int:
         """One step of the engine; returns where it ends."""
-        size, first = self._world.block_tokens, self._world.first_token
         tiers = self._world.tiers
         end = at
         while end < len(tiers) and end - at < blocks and tiers[end] != L2:
             end += 1
-        start, stop = first + at * size, first + end * size
+        start, stop = self._world.starts[at], self._world.starts[end]
         seconds = self._world.computing_s(start, stop)
         self._now_s += seconds
         self._computing_s += seconds
@@ -120,8 +119,8 @@ class _Run:
     def _choose(self, missing: Sequence[int]) -> Choice:
         choice = self._policy.choose(
             Outlook(
-                start=self._world.first_token + missing[0] * self._world.block_tokens,
-                block_tokens=self._world.block_tokens,
+                start=self._world.starts[missing[0]],
+                block_tokens=self._block_tokens,
                 missing=[self._world.tiers[n] for n in missing],
                 arrived=self._arrived(),
                 elapsed_s=self._now_s,

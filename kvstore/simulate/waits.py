@@ -16,6 +16,8 @@ from typing import Final
 from kvstore.costs import CostModel
 from kvstore.errors import ConfigError
 from kvstore.simulate.tiers import L2, L3
+from kvstore.simulate.two_ends import World, run_two_ends
+from kvstore.tiers.policies.adaptive import Adaptive
 from kvstore.tiers.policies.prefetch import (
     PREFETCH_POLICIES,
     PrefetchPolicy,
@@ -38,13 +40,17 @@ PRECISION_MS: Final = 0.1
 class Taken:
     """What a request took.
 
-    blocks: leading blocks that it loads. wait_s: from its arrival until it waits for them no more;
-    load_s: from then on, with the engine, to copy them to the device.
+    blocks: leading blocks that it has in the end, loaded or computed ahead of the rest. wait_s:
+    from its arrival until it waits for them no more; load_s: from then on, with the engine, to copy
+    them to the device. computed: those of them that it computed, while it waited for others, and
+    computed_s: how long it did.
     """
 
     blocks: int
     wait_s: float
     load_s: float
+    computed: frozenset[int] = frozenset()
+    computed_s: float = 0.0
 
 
 class Waits:
@@ -68,11 +74,12 @@ class Waits:
         sizes: Sequence[int],
         tokens: Sequence[int],
         can_start_s: float,
+        first_token: int = 0,
     ) -> Taken:
         """What a request that arrives now takes of the blocks found.
 
         sizes, tokens: bytes of each block, and prompt tokens up to the end of each. can_start_s:
-        from now until an engine is free.
+        from now until an engine is free. first_token: where the run begins.
         """
         if self.name == NEVER or not found:
             return Taken(0, 0.0, 0.0)
@@ -82,6 +89,9 @@ class Waits:
             blocks, wait_s = len(found), arrive_s[-1]
         elif tokens[len(found) - 1] < self._min_tokens:
             blocks, wait_s = found.index(L3), 0.0
+        elif isinstance(self._policy, Adaptive):
+            starts = (first_token, *tokens[: len(found)])
+            return self._two_ends(self._policy, now_s, found, sizes, starts, can_start_s)
         else:
             blocks, wait_s = self._verdict(self._policy, arrive_s, tokens, can_start_s)
         if below:
@@ -103,6 +113,37 @@ class Waits:
                 last_s = start_s + self._costs.tier(L3).seconds(nbytes, blocks)
             arrive_s.append(last_s)
         return arrive_s
+
+    def computed(self, start: int, end: int, seconds: float) -> None:
+        """So long did tokens start..end of a request take."""
+        if isinstance(self._policy, Adaptive):
+            self._policy.computed(start, end - start, seconds)
+
+    def _two_ends(
+        self,
+        policy: Adaptive,
+        now_s: float,
+        found: Sequence[str],
+        sizes: Sequence[int],
+        starts: Sequence[int],
+        can_start_s: float,
+    ) -> Taken:
+        """The run from both ends at once; see `two_ends`."""
+        below = [n for n, tier in enumerate(found) if tier == L3]
+        from_end = self._arrivals(now_s, [L3] * len(below), [sizes[n] for n in reversed(below)])
+        prefill = self._costs.prefill
+        world = World(
+            tiers=found,
+            starts=starts,
+            arrive_s=from_end,
+            computing_s=prefill.seconds,
+            can_start_s=can_start_s,
+        )
+        met = run_two_ends(policy, world, policy.cap_ms / 1e3)
+        self._channel_free_s = max(self._channel_free_s, now_s + met.channel_s)
+        here = [n for n in range(len(found)) if found[n] == L2]
+        load_s = self._costs.tier(L2).seconds(sum(sizes[n] for n in here), len(here)) if here else 0
+        return Taken(len(found), met.seconds, load_s, met.computed, met.computing_s)
 
     def _verdict(
         self,

@@ -67,7 +67,7 @@ def show(policy: Adaptive, truth: Truth, blocks: int, rng: random.Random) -> Sho
     arrive_s = truth.arrive_s(blocks, random.Random(seed))
     computing_s = truth.computing_s(random.Random(seed))
     rest_s = computing_s(tokens, tokens + 100)
-    world = World(["disk"] * blocks, 0, BLOCK_TOKENS, arrive_s, computing_s)
+    world = World(["disk"] * blocks, range(0, tokens + 1, BLOCK_TOKENS), arrive_s, computing_s)
     met = run_two_ends(policy, world)
     policy.computed(tokens, 100, rest_s)
     return Shown(met.seconds + rest_s, arrive_s[-1] + rest_s, computing_s(0, tokens) + rest_s)
