@@ -13,7 +13,7 @@ from kvstore.diagnose.prompts import (
     common_tokens,
     reusable_tokens,
 )
-from kvstore.diagnose.shapes import cut, inserted, reordered, rerendered
+from kvstore.diagnose.shapes import cut, inserted, reordered, replaced, rerendered
 from kvstore.diagnose.tokens import boundary_moved, partial_block
 from kvstore.diagnose.values import counter, identifier, timestamp, value
 from kvstore.diagnose.verdict import Verdict, shown
@@ -25,7 +25,7 @@ Classifier = Callable[[str, str, int], Verdict | None]
 FORMS: Final[tuple[Classifier, ...]] = (reordered, rerendered)
 VALUES: Final[tuple[Classifier, ...]] = (timestamp, identifier, counter)
 GAPS: Final[tuple[Classifier, ...]] = (cut, inserted)
-CLASSIFIERS: Final = (*FORMS, *GAPS, *VALUES, value)
+CLASSIFIERS: Final = (*FORMS, *GAPS, *VALUES, value, replaced)
 """In the order they are asked: the first that sees something is right. A gap or another order may
 begin with a number by chance, so numbers come after both."""
 
@@ -68,20 +68,36 @@ class Comparison:
         return first, second
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """What two prompts have in common; the fields are those of `Comparison`."""
+
+    char: int
+    shared: int
+    reused: int
+    lost: int
+
+
+def overlap(a: Prompt, b: Prompt, block_tokens: int = 16) -> Overlap:
+    """How much of `b` an earlier prompt has, in front and elsewhere."""
+    char = common_length(a.text, b.text)
+    if apart(a, b):
+        return Overlap(0, 0, 0, b.tokens_at(char))
+    shared = common_tokens(a, b)
+    reused = reusable_tokens(shared, b.tokens, block_tokens)
+    chars = shared_after(a.held, b.held, char)
+    lost = min(round(chars * b.tokens / max(1, len(b.text))), b.tokens - reused)
+    return Overlap(char, shared, reused, lost)
+
+
 def compare(a: Prompt, b: Prompt, block_tokens: int = 16) -> Comparison:
     """Compare a prompt with an earlier one."""
-    char = common_length(a.text, b.text)
-    kept_apart = apart(a, b)
-    shared = 0 if kept_apart else common_tokens(a, b)
-    reused = reusable_tokens(shared, b.tokens, block_tokens)
-    if kept_apart:
-        lost = b.tokens_at(char)
-        char = 0
-    else:
-        chars = shared_after(a.text, b.text, char)
-        lost = min(round(chars * b.tokens / max(1, len(b.text))), b.tokens - reused)
-    verdict = kept_apart or _verdict(a, b, char, shared, block_tokens)
-    return Comparison(a, b, block_tokens, char, shared, reused, lost, b.part_at(char), verdict)
+    same = overlap(a, b, block_tokens)
+    verdict = apart(a, b) or _verdict(a, b, same, block_tokens)
+    part = b.part_at(same.char)
+    return Comparison(
+        a, b, block_tokens, same.char, same.shared, same.reused, same.lost, part, verdict
+    )
 
 
 def apart(a: Prompt, b: Prompt) -> Verdict | None:
@@ -99,7 +115,8 @@ def apart(a: Prompt, b: Prompt) -> Verdict | None:
     return None
 
 
-def _verdict(a: Prompt, b: Prompt, char: int, shared: int, block_tokens: int) -> Verdict:
+def _verdict(a: Prompt, b: Prompt, same: Overlap, block_tokens: int) -> Verdict:
+    char, shared = same.char, same.shared
     ends = min(len(a.text), len(b.text))
     moved = boundary_moved(a, b)
     partial = partial_block(shared, a.tokens, b.tokens, block_tokens)
@@ -115,14 +132,14 @@ def _verdict(a: Prompt, b: Prompt, char: int, shared: int, block_tokens: int) ->
             "the second goes on where the first ends",
             "Nothing: this is as it should be.",
         )
-    classifiers = (*FORMS[:1], *GAPS) if a.opaque or b.opaque else CLASSIFIERS
+    classifiers = (reordered, *GAPS, replaced) if a.opaque or b.opaque else CLASSIFIERS
     for classify in classifiers:
         seen = classify(a.text, b.text, char)
         if seen is not None:
             return seen
     if moved is not None:
         return moved
-    if shared < block_tokens and partial is not None and shared_after(a.text, b.text, char) == 0:
+    if shared < block_tokens and partial is not None and same.lost == 0:
         return partial
     return Verdict(
         "other",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 PIECE_CHARS: Final = 16
@@ -27,10 +30,33 @@ def pieces(text: str, start: int = 0) -> Iterator[str]:
             yield piece
 
 
-def shared_after(a: str, b: str, at: int) -> int:
+@dataclass(frozen=True)
+class Held:
+    """A text's pieces, in order: where each starts, how long it is, its hash."""
+
+    starts: array[int]
+    lengths: array[int]
+    hashes: array[int]
+
+    @classmethod
+    def of(cls, text: str) -> Held:
+        """The pieces of a text."""
+        held = cls(array("I"), array("I"), array("q"))
+        for found in _PIECE.finditer(text):
+            piece = found[0].strip()
+            if len(piece) >= PIECE_CHARS:
+                held.starts.append(found.start())
+                held.lengths.append(len(piece))
+                held.hashes.append(hash(piece))
+        return held
+
+
+def shared_after(a: Held, b: Held, at: int) -> int:
     """Characters of `b` behind `at` that `a` has behind `at` too, in whatever order."""
-    held = set(pieces(a, at))
-    return sum(len(piece) for piece in pieces(b, at) if piece in held)
+    theirs = set(a.hashes[bisect_left(a.starts, at) :])
+    start = bisect_left(b.starts, at)
+    pairs = zip(b.lengths[start:], b.hashes[start:], strict=True)
+    return sum(length for length, piece in pairs if piece in theirs)
 
 
 def resync(a: str, b: str, at: int) -> tuple[int, int] | None:

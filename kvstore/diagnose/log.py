@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvstore.diagnose.compare import Comparison, compare
-from kvstore.diagnose.content import pieces
+from kvstore.diagnose.compare import Comparison, Overlap, compare, overlap
 from kvstore.diagnose.prompts import Prompt, common_tokens, reusable_tokens
 
 CANDIDATES: Final = 3
@@ -79,9 +78,9 @@ class LogDoctor:
             self.cached_tokens += prompt.cached_tokens
         if prompt.at_s is not None:
             self._times.append(prompt.at_s)
-        held = list(pieces(prompt.text))
-        self._diagnose(prompt, self._alike(held), near, reused)
-        self._keep(prompt, number, held)
+        if prompt.tokens - reused >= self.block_tokens:
+            self._diagnose(prompt, [*near, *self._alike(prompt)], reused)
+        self._keep(prompt, number)
 
     @property
     def lost(self) -> int:
@@ -111,39 +110,33 @@ class LogDoctor:
         place = bisect.bisect_left(row, (prompt.key, self.requests))
         return [row[n][1] for n in (place - 1, place) if 0 <= n < len(row)]
 
-    def _alike(self, held: Sequence[str]) -> list[int]:
-        """Earlier requests that have most of these pieces, most first; later ones before others."""
+    def _alike(self, prompt: Prompt) -> list[int]:
+        """Earlier requests that have most of its pieces, most first; later ones before others."""
         weights: Counter[int] = Counter()
-        for piece in held:
-            earlier = self._last.get(hash(piece))
+        for piece, length in zip(prompt.held.hashes, prompt.held.lengths, strict=True):
+            earlier = self._last.get(piece)
             if earlier is not None:
-                weights[earlier] += len(piece)
+                weights[earlier] += length
         ranked = sorted(weights, key=lambda n: (-weights[n], -n))
         return ranked[:CANDIDATES]
 
-    def _diagnose(
-        self, prompt: Prompt, alike: Sequence[int], near: Sequence[int], reused: int
-    ) -> None:
+    def _diagnose(self, prompt: Prompt, candidates: Sequence[int], reused: int) -> None:
         """Find what keeps the request from reusing what earlier ones have."""
-        best: Comparison | None = None
-        for number in dict.fromkeys([*near, *alike]):
-            seen = compare(self._prompts[number], prompt, self.block_tokens)
-            if best is None or (seen.reused + seen.lost, seen.reused) > (
-                best.reused + best.lost,
-                best.reused,
-            ):
-                best = seen
-        if best is None:
-            return
+        best, earlier = Overlap(0, 0, 0, 0), -1
+        for number in dict.fromkeys(candidates):
+            seen = overlap(self._prompts[number], prompt, self.block_tokens)
+            if (seen.reused + seen.lost, seen.reused) > (best.reused + best.lost, best.reused):
+                best, earlier = seen, number
         lost = best.reused + best.lost - reused
         if lost >= self.block_tokens:
-            key = (best.verdict.kind, best.part)
-            self.causes.setdefault(key, Cause(*key)).add(best, lost)
+            found = compare(self._prompts[earlier], prompt, self.block_tokens)
+            key = (found.verdict.kind, found.part)
+            self.causes.setdefault(key, Cause(*key)).add(found, lost)
 
-    def _keep(self, prompt: Prompt, number: int, held: Sequence[str]) -> None:
+    def _keep(self, prompt: Prompt, number: int) -> None:
         self._prompts.append(prompt)
-        for piece in held:
-            self._last[hash(piece)] = number
+        for piece in prompt.held.hashes:
+            self._last[piece] = number
         bisect.insort(self._sorted.setdefault(self._drawer(prompt), []), (prompt.key, number))
 
     @staticmethod

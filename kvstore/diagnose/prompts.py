@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
+from kvstore.diagnose.content import Held
+
 BYTES_PER_TOKEN: Final = 4
 """Without a tokenizer a token is taken to be 4 bytes of UTF-8: about right for English prose in the
 vocabularies of 30,000 to 200,000 tokens in use; code and most other languages take more tokens."""
@@ -64,6 +66,11 @@ class Prompt:
     def key(self) -> str | bytes:
         """Two prompts share as many tokens as their keys share characters (or 4 bytes each)."""
         return self.text if self.ids is None else self.ids.tobytes()
+
+    @cached_property
+    def held(self) -> Held:
+        """Its pieces."""
+        return Held.of(self.text)
 
     @cached_property
     def _ascii(self) -> bool:

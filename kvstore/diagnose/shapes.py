@@ -102,8 +102,9 @@ def cut(a: str, b: str, at: int) -> Verdict | None:
     return Verdict(
         "cut",
         f"{found - at:,} characters were taken out here: {shown(a[at:found])}",
-        "Where history must be cut, cut much at a time and seldom (down to half, not by one turn): "
-        "after each cut everything behind it is computed anew.",
+        "History: cut much at a time and seldom (down to half, not by one turn), for after each "
+        "cut everything behind it is computed anew. Documents: those that most prompts have come "
+        "first.",
     )
 
 
@@ -117,7 +118,22 @@ def inserted(a: str, b: str, at: int) -> Verdict | None:
         f"{found - at:,} characters were put {'in front' if at == 0 else 'in here'}: "
         f"{shown(b[at:found])}",
         "Append what is new (at the end, or with the last message) instead of putting it before "
-        "what stays the same.",
+        "what stays the same; of documents, those that most prompts have come first.",
+    )
+
+
+def replaced(a: str, b: str, at: int) -> Verdict | None:
+    """Another text stands in front of text that is the same again."""
+    theirs = set(pieces(a, at))
+    again = next((piece for piece in pieces(b, at) if piece in theirs), None)
+    if again is None:
+        return None
+    gone, new = (text.index(again, at) - at for text in (a, b))
+    return Verdict(
+        "replaced",
+        f"{gone:,} characters gave way to {new:,} others, in front of what is the same again: "
+        f"{shown(again)}",
+        "Put what most requests have in front, and what only some have behind it.",
     )
 
 

@@ -11,9 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvstore.diagnose.compare import compare
-from kvstore.diagnose.content import pieces, shared_after
+from kvstore.diagnose.content import Held, pieces, shared_after
 from kvstore.diagnose.prompts import Prompt, common_length
-from kvstore.diagnose.shapes import cut, inserted, reordered, rerendered
+from kvstore.diagnose.shapes import cut, inserted, reordered, replaced, rerendered
 
 WORDS = [f"word{chr(97 + a)}{chr(97 + b)}" for a in range(26) for b in range(26)]
 
@@ -37,7 +37,7 @@ def test_documents_in_another_order_are_reordered(first: list[int], second: list
     a, b = (HEAD + "\n\n".join(DOCUMENTS[n] for n in order) + ASK for order in (first, second))
     assert kind(a, b) == "reordered"
     char = common_length(a, b)
-    assert shared_after(a, b, char) > 0
+    assert shared_after(Held.of(a), Held.of(b), char) > 0
 
 
 @given(st.sets(st.integers(0, 600), min_size=2, max_size=9), st.randoms(use_true_random=False))
@@ -47,6 +47,16 @@ def test_a_list_in_another_order_is_reordered(chosen: set[int], draw: random.Ran
     assume(other != names)
     a, b = (f"Tools: {', '.join(items)}.\n{sentence(1)}" for items in (names, other))
     assert kind(a, b) == "reordered"
+
+
+def test_another_order_or_a_gap_may_begin_with_a_number_or_a_date() -> None:
+    """The first letters that differ are a number's or a date's by chance."""
+    sections = [f"{n + 1}. of 2026-01-0{n + 1}: {sentence(n)}" for n in range(4)]
+    a, b = ("\n".join([HEAD, *order, ASK]) for order in (sections, sections[::-1]))
+    assert kind(a, b) == "reordered"
+    a, b = ("\n".join([HEAD, *rest, ASK]) for rest in (sections, sections[2:]))
+    assert kind(a, b) == "cut"
+    assert kind(b, a) == "inserted"
 
 
 def test_json_lists_in_another_order_are_reordered() -> None:
@@ -131,6 +141,18 @@ def test_neither_cut_nor_inserted_where_nothing_goes_on() -> None:
     assert (cut(a, b, char), inserted(a, b, char)) == (None, None)
 
 
+@given(st.permutations(range(6)))
+def test_another_document_in_front_of_the_same_one_is_replaced(order: list[int]) -> None:
+    first, last, one, other = (DOCUMENTS[n] for n in order[:4])
+    a, b = (HEAD + "\n\n".join((first, middle, last)) + ASK for middle in (one, other))
+    char = common_length(a, b)
+    found = replaced(a, b, char)
+    assert found is not None
+    assert repr(last.partition("\n")[0])[:-1] in found.looks
+    assert kind(a, b) in ("replaced", "value")  # where both differ in little, it is a value
+    assert replaced(first, other, common_length(first, other)) is None
+
+
 @given(st.text(max_size=300), st.text(max_size=300), st.text(max_size=300))
 def test_any_two_texts_get_a_verdict(front: str, first: str, second: str) -> None:
     seen = compare(Prompt(front + first), Prompt(front + second), 4)
@@ -146,3 +168,6 @@ def test_pieces_lie_in_the_text_in_order(text: str) -> None:
     at = 0
     for piece in pieces(text):
         at = text.index(piece, at) + len(piece)
+    held = Held.of(text)
+    assert [hash(piece) for piece in pieces(text)] == list(held.hashes)
+    assert shared_after(held, held, 0) == sum(map(len, pieces(text)))

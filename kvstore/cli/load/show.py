@@ -16,19 +16,11 @@ from kvstore.cli.load.summary import HIT_SHARE, NO_SPLIT, share_cached
 def show(report: dict[str, Any]) -> None:
     """The report as a table."""
     console = Console(highlight=False)
-    table = Table(title=f"{report['model']} at {report['url']}, seed {report['seed']}")
+    console.print(f"{report['model']} at {report['url']}, seed {report['seed']}", markup=False)
+    table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("workload", no_wrap=True)
-    for name in (
-        "asked",
-        "hit rate",
-        "TTFT p50",
-        "p99",
-        "hits",
-        "misses",
-        "req/s",
-        "tok/s in",
-        "out",
-    ):
+    times = ("TTFT p50", "p99", "hits", "misses")
+    for name in ("sent", "hit", *times, "req/s", "in/s", "out/s"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in report["rows"]:
         rate = row["token_hit_rate"]
@@ -47,8 +39,8 @@ def show(report: dict[str, Any]) -> None:
     console.print(table)
     share = f"{HIT_SHARE:.0%}"
     console.print(
-        f"TTFT in milliseconds, of hits and misses at p50. A hit: at least {share} of the prompt "
-        "was cached."
+        f"hit: cached tokens of prompt tokens. TTFT in milliseconds, of hits (at least {share} of "
+        "the prompt cached) and misses at p50. in/s, out/s: prompt and made tokens a second."
     )
     if not report["split"]:
         console.print(NO_SPLIT, markup=False)
