@@ -17,7 +17,7 @@ def show(report: dict[str, Any]) -> None:
     """The report as a table."""
     console = Console(highlight=False)
     console.print(f"{report['model']} at {report['url']}, seed {report['seed']}", markup=False)
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("workload", no_wrap=True)
     times = ("TTFT p50", "p99", "hits", "misses")
     for name in ("sent", "hit", *times, "req/s", "in/s", "out/s"):
