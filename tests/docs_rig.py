@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import tokenizers
 from sidecar_rig import ForkedSidecar
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +31,12 @@ ELSEWHERE = {
 SIZES = {"64GiB": "64MiB", "200GiB": "64MiB", "1TiB": "256MiB", "2TiB": "256MiB"}
 """Sizes of real nodes, and what is taken here instead by commands that allocate."""
 SERVICES = ("serve", "engine")
+QUICK = {
+    ("bench", "breakeven"): "--model random --lengths 32,64 --load-lengths 64,128 --memory 128MiB "
+    "--repeats 1",
+    ("bench", "serve"): "--requests 2 --scale 0.1 --max-tokens 2",
+}
+"""Options that are added to commands which measure, so that they do so shortly."""
 STATUS = {("doctor", "vllm"): 1}
 """Commands that say here that something is wrong: vLLM is not installed."""
 PROMPT = range(1, 65)
@@ -136,6 +143,7 @@ class World:
         words = [self.here(word, command.words[1]) for word in command.words[1:]]
         if command.words[1] in SERVICES:
             return self._serve(words)
+        words += QUICK.get((words[0], words[1] if len(words) > 1 else ""), "").split()
         done = subprocess.run(
             [sys.executable, "-m", "kvstore", *words],
             cwd=self.folder,
@@ -203,8 +211,9 @@ class World:
 
 
 def write_files(folder: Path) -> None:
-    """The files the documents name: a model's config, prompts, a trace."""
-    (folder / "MODEL").mkdir()
+    """The files the documents name: a model's folder, tiers, prompts, requests, a trace."""
+    for name in ("MODEL", "llama-3-8b"):
+        (folder / name).mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -219,6 +228,14 @@ def write_files(folder: Path) -> None:
     }
     (folder / "MODEL" / "config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "llama-3-8b" / "config.json").write_text(json.dumps(config))
+    letters = tokenizers.models.WordLevel({chr(32 + n): n for n in range(96)}, unk_token=" ")
+    tokenizer = tokenizers.Tokenizer(letters)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(folder / "MODEL" / "tokenizer.json"))
+    tier = '[[tiers]]\nkind = "disk"\ndirectory = "tier"\ncapacity = "512MiB"\n'
+    (folder / "tiers.toml").write_text(tier)
+    write_requests(folder)
     (folder / "system_prompt.json").write_text(json.dumps([*PROMPT]))
     (folder / "prompts.jsonl").write_text('{"prompt": "Once upon a time there was a cache."}\n')
     rows = [
@@ -226,3 +243,21 @@ def write_files(folder: Path) -> None:
         for n in range(40)
     ]
     (folder / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_requests(folder: Path) -> None:
+    """Two requests as files, and a log of some: a time stands before what they share."""
+    rows = [
+        {
+            "timestamp": 1.8e9 + 30 * n,
+            "model": "m",
+            "messages": [
+                {"role": "system", "content": f"Now: 12:00:0{n}. Be kind, and be brief. " * 4},
+                {"role": "user", "content": f"Question {n}?"},
+            ],
+        }
+        for n in range(5)
+    ]
+    for name, row in zip(("first", "second"), rows, strict=False):
+        (folder / f"{name}.json").write_text(json.dumps(row))
+    (folder / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
