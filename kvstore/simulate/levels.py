@@ -55,6 +55,20 @@ class Level:
             self._policy.inserted(key, nbytes)
         return True
 
+    def use_run(self, run: Sequence[int], sizes: Sequence[int]) -> int:
+        """`use` of each block of a run, from the last to the first; bytes of those that are new."""
+        resident, policy, nbytes = self._resident, self._policy, 0
+        for index in range(len(run) - 1, -1, -1):
+            key = run[index]
+            if key not in resident:
+                resident.add(key)
+                nbytes += sizes[index]
+                if policy is not None:
+                    policy.inserted(key, sizes[index])
+            elif policy is not None:
+                policy.touched(key)
+        return nbytes
+
     def trim(self) -> list[int]:
         """Evict down to the capacity; returns what went, coldest first."""
         gone: list[int] = []

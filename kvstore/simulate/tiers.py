@@ -54,6 +54,11 @@ class Tiers:
         sizes: bytes of each block.
         """
         host, below = self.host, self.below
+        if host is not None and below is None:
+            self.bytes_read[L2] += sum(sizes[: len(found)])
+            self.bytes_written[L2] += host.use_run(run, sizes)
+            host.trim()
+            return
         for index in range(len(found) - 1, -1, -1):
             tier = found[index]
             if tier == COMPUTED:

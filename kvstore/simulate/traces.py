@@ -41,9 +41,8 @@ class Asked:
 
 def ends_of(blocks: int, block_tokens: int, tokens: int) -> tuple[int, ...]:
     """`Asked.ends` of blocks that all have the same length, none of it beyond the prompt."""
-    if blocks * block_tokens <= tokens:
-        return tuple(range(0, blocks * block_tokens + 1, block_tokens))
-    return tuple(min(end, tokens) for end in range(0, blocks * block_tokens + 1, block_tokens))
+    full = min(blocks, tokens // block_tokens)
+    return (*range(0, full * block_tokens + 1, block_tokens), *(tokens,) * (blocks - full))
 
 
 def read_trace(path: Path, block_tokens: int | None = None) -> list[Asked]:

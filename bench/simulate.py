@@ -1,0 +1,100 @@
+"""How fast a long trace is replayed, and how much memory that takes.
+
+    python bench/simulate.py --requests 250000,1000000 --scratch /var/tmp
+
+Writes traces of made-up conversations (kvstore/simulate/traffic.py) in Mooncake's format, and runs
+`kvstore simulate` over each in a process of its own: an L2 of LRU, then L1, L2 and a tier below.
+Prints seconds, of the clock and of the CPU, requests a second of the latter, and the process's
+largest resident size, also in bytes per block that was asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from kvstore.simulate.traffic import Traffic, generate
+
+BLOCK_TOKENS = 256
+TRAFFIC = Traffic(rate=50, prefix=2048, prefixes=2000, turns=6, turn=400, output=300, gap=120)
+SHAPES = {
+    "L2 of 65,536 blocks, lru": ["--l2-blocks", "65536"],
+    "the same, and the optimum": ["--l2-blocks", "65536", "--optimum"],
+    "L1 of 4,096, L2 of 65,536, L3 of 524,288, lfu, timeout": [
+        *("--l1-blocks", "4096", "--l2-blocks", "65536", "--l3-blocks", "524288"),
+        *("--eviction", "lfu", "--prefetch", "timeout"),
+    ],
+}
+
+
+def write_trace(path: Path, requests: int) -> tuple[int, int]:
+    """Blocks asked for, and different ones."""
+    asked = most = 0
+    with path.open("w") as file:
+        for request in generate(TRAFFIC, requests, BLOCK_TOKENS):
+            asked += len(request.run)
+            most = max(most, request.run[-1] + 1)
+            row = {
+                "timestamp": round(request.time_s * 1e3),
+                "input_length": request.tokens,
+                "output_length": request.output_tokens,
+                "block_size": BLOCK_TOKENS,
+                "hash_ids": request.run,
+            }
+            file.write(json.dumps(row) + "\n")
+    return asked, most
+
+
+def replay(path: Path, arguments: list[str]) -> tuple[float, float, int, dict[str, float]]:
+    """Seconds, those of CPU, the most bytes resident, and the figures."""
+    optimum = [] if "--optimum" in arguments else ["--no-optimum"]
+    reader, writer = os.pipe()
+    start_s = time.monotonic()
+    child = os.fork()
+    if not child:
+        os.dup2(writer, 1)
+        command = [sys.executable, "-m", "kvstore", "simulate", str(path), "--json"]
+        os.execv(sys.executable, [*command, *arguments, *optimum])
+    os.close(writer)
+    with os.fdopen(reader) as output:
+        text = output.read()
+    _, status, used = os.wait4(child, 0)
+    if status:
+        raise SystemExit(f"kvstore simulate ended with {status}")
+    cpu_s = used.ru_utime + used.ru_stime
+    return time.monotonic() - start_s, cpu_s, used.ru_maxrss * 1024, json.loads(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", default="250000,1000000")
+    parser.add_argument("--scratch", type=Path, default=Path("/var/tmp"))
+    options = parser.parse_args()
+    print(
+        "| replay | requests | blocks asked for | s | requests/s | MiB | bytes a block asked for |"
+    )
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for requests in map(int, options.requests.split(",")):
+        with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+            path = Path(folder) / "trace.jsonl"
+            asked, different = write_trace(path, requests)
+            size = path.stat().st_size >> 20
+            print(f"{size} MiB, {different:,} different blocks", file=sys.stderr)
+            for name, arguments in SHAPES.items():
+                took_s, cpu_s, resident, figures = replay(path, arguments)
+                rate, each = f"{requests / cpu_s:,.0f}", f"{resident / asked:.1f}"
+                print(
+                    f"| {name} | {requests:,} | {asked:,} | {took_s:.1f} | {cpu_s:.1f} | {rate} | "
+                    f"{resident >> 20:,} | {each} |",
+                    flush=True,
+                )
+                print(f"hit rate {figures['token_hit_rate']:.2f}%", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
