@@ -1,20 +1,24 @@
-"""`kvstore plan`: what a model's KV takes, and how much of it a node's tiers hold."""
+"""`kvstore plan`: what a model's KV takes, what a node's tiers hold of it, and what that saves."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstore.blocks import Namespace
+from kvstore.cli.parts import options
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import PAGE_BYTES
 
+if TYPE_CHECKING:
+    from kvstore.blocks import Namespace
+    from kvstore.planning.spans import Spans
+
 PREFIXES = {"2k": 2_048, "8k": 8_192, "32k": 32_768}
 """Prompt lengths, in tokens, that the plan counts."""
-
+BLOCK_TOKENS = 16
 MAX_CONFIG_BYTES = 1 << 24
 
 
@@ -26,46 +30,151 @@ def plan(
     config: Annotated[Path, typer.Argument(help="A model's config.json, or the folder it is in.")],
     ram: Annotated[str, typer.Option(help="Size of L2, such as 200GiB.")] = "0",
     disk: Annotated[str, typer.Option(help="Size of the disk tier, such as 2TiB.")] = "0",
-    block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a block; 16, or those of the trace's blocks.", show_default=False
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="The KV cache's dtype where it is not the model's.")
     ] = None,
-    tp_size: Annotated[int, typer.Option(help="Tensor-parallel ranks; figures are of one.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    tp_size: Annotated[
+        int, typer.Option(help="Tensor-parallel ranks; bytes are those of one.")
+    ] = 1,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Of one GPU, such as 80GiB: says what its KV budget is.")
+    ] = None,
+    gpu_utilisation: Annotated[float, typer.Option(help="Part of it that the engine takes.")] = 0.9,
+    weights: Annotated[
+        str | None, typer.Option(help="Bytes of the whole model's weights; else counted.")
+    ] = None,
+    batch_tokens: Annotated[
+        int, typer.Option(help="Tokens of a step, for what activations take.")
+    ] = 8192,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(help="Requests running at the peak, on one engine; else by the traffic."),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of each of them; else by the traffic, or 8,192.")
+    ] = None,
+    engines: Annotated[int, typer.Option(help="Engines that share the traffic and the tiers.")] = 1,
+    decode_rate: Annotated[
+        float, typer.Option(help="Tokens a second of one request, for how long it runs.")
+    ] = 30.0,
+    trace: Annotated[
+        str | None, typer.Option(help="Requests, in a format that kvstore simulate takes.")
+    ] = None,
+    traffic: Annotated[
+        str | None,
+        typer.Option(
+            help="Requests to make up: rate=2,prefix=1000,prefixes=10,turns=4,turn=200,output=250,"
+            "gap=30s (requests a second; tokens and number of shared first prompts; turns of a "
+            "conversation, tokens of each and of its answer; time between)."
+        ),
+    ] = None,
+    prefill_rate: options.PrefillRate = options.PREFILL_RATE,
+    l2_speed: options.L2Speed = options.L2_SPEED,
+    l3_speed: options.L3Speed = options.L3_SPEED,
+    l3_latency: options.L3Latency = options.L3_LATENCY,
+    gpu_hour: options.GpuHour = 0.0,
+    tokenizer: options.TokenizerPath = None,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Print bytes per token, tokens per tier, and how many 2k, 8k and 32k prefixes fit."""
+    """Print bytes per token, what the tiers hold, and with traffic what that would save.
+
+    The model has two terms: prefill, of which hits spare a part, and decode, which no cache
+    changes. So what is saved is prefill, and time to first token less what loading takes. With
+    --gpu-memory: the KV that fits beside weights and activations when most requests run. With
+    --trace or --traffic: working set, hit rate by the size of L2, times, GPU time and money saved,
+    and which policies suit, from replaying the first requests as kvstore simulate does: up to
+    20,000 of them and 100,000 blocks, made up ones in blocks of 128 tokens.
+    """
+    from kvstore.cli.parts import planned, shaping
     from kvstore.geometry import namespace_from_hf
+    from kvstore.planning.spans import attention_kind, spans_of
     from kvstore.units import parse_bytes
 
+    parsed = read_config(config)
     namespace = namespace_from_hf(
-        read_config(config),
+        parsed,
         model=str(config),
         dtype=dtype,
-        block_tokens=block_tokens,
+        block_tokens=block_tokens or BLOCK_TOKENS if block_tokens != 0 else 0,
         tp_size=tp_size,
     )
+    spans = spans_of(parsed, namespace)
     sizes = {"ram": parse_bytes(ram), "disk": parse_bytes(disk)}
-    report = {
+    report: dict[str, Any] = {
         "dtype": namespace.dtype,
-        "attention": namespace.attention,
-        "bytes_per_token": namespace.bytes_per_token,
+        "attention": attention_kind(parsed, namespace),
+        "bytes_per_token": spans.bytes_per_token,
         "block_tokens": namespace.block_tokens,
-        "block_bytes": namespace.block_bytes,
-        "rows": [tier_row(namespace, tier, size) for tier, size in sizes.items() if size],
+        "block_bytes": spans.bytes_per_token * namespace.block_tokens,
+        "window": {
+            "layers": spans.window_layers,
+            "tokens": spans.window_tokens,
+            "bytes": spans.window_bytes if spans.full_layers else 0,
+        },
+        "rows": [tier_row(namespace, spans, tier, size) for tier, size in sizes.items() if size],
     }
+    if trace is not None and traffic is not None:
+        raise ConfigError("--trace and --traffic are two descriptions of one traffic; give one")
+    if engines < 1 or decode_rate <= 0 or gpu_hour < 0 or not 0 < gpu_utilisation <= 1:
+        raise ConfigError(
+            "--engines from 1 on, --decode-rate above 0, --gpu-hour from 0 on and "
+            "--gpu-utilisation above 0 and up to 1 are right"
+        )
+    costs = shaping.Speeds(prefill_rate, l2_speed, l3_speed, l3_latency)
+    with shaping.progress_bar() as progress:
+        requests = planned.requests_of(trace, traffic, block_tokens, tokenizer, progress)
+        if gpu_memory is not None:
+            report["budget"] = planned.gpu_budget(
+                parsed,
+                namespace,
+                spans,
+                requests,
+                costs,
+                gpu_bytes=parse_bytes(gpu_memory),
+                utilisation=gpu_utilisation,
+                weights=None if weights is None else parse_bytes(weights),
+                batch_tokens=batch_tokens,
+                concurrency=concurrency,
+                context=context,
+                engines=engines,
+                decode_rate=decode_rate,
+            )
+        if requests is not None:
+            report |= planned.outlook(
+                requests,
+                namespace,
+                spans,
+                costs,
+                sizes=sizes,
+                left_bytes=report.get("budget", {}).get("left_bytes", 0),
+                engines=engines,
+                gpu_hour=gpu_hour,
+                report=progress,
+            )
     if as_json:
         print(json.dumps(report))
     else:
-        _print_tables(report)
+        from kvstore.cli.parts.plan_tables import show
+
+        show(report)
 
 
-def tier_row(namespace: Namespace, tier: str, size_bytes: int) -> dict[str, Any]:
+def tier_row(namespace: Namespace, spans: Spans, tier: str, size_bytes: int) -> dict[str, Any]:
     """What fits in one tier, in whole blocks: slots in ram, frames with a header page on disk.
 
-    Frames are counted as if no codec shrank them: how far it does depends on the text.
+    Frames are counted as if no codec shrank them: how far it does depends on the text. A prefix
+    takes the last window of the layers that have one besides.
     """
-    block = -(-namespace.block_bytes // PAGE_BYTES) * PAGE_BYTES
-    blocks = size_bytes // (block + (PAGE_BYTES if tier == "disk" else 0))
+    nbytes = spans.bytes_per_token * namespace.block_tokens
+    header = PAGE_BYTES if tier == "disk" else 0
+    block = -(-nbytes // PAGE_BYTES) * PAGE_BYTES + header
+    blocks = size_bytes // block
     row: dict[str, Any] = {
         "tier": tier,
         "bytes": size_bytes,
@@ -73,7 +182,11 @@ def tier_row(namespace: Namespace, tier: str, size_bytes: int) -> dict[str, Any]
         "tokens": blocks * namespace.block_tokens,
     }
     for label, tokens in PREFIXES.items():
-        row[f"prefixes_{label}"] = blocks // -(-tokens // namespace.block_tokens)
+        prefix = -(-tokens // namespace.block_tokens)
+        if spans.window_layers:
+            row[f"prefixes_{label}"] = size_bytes // (spans.bytes_at(tokens) + prefix * header)
+        else:
+            row[f"prefixes_{label}"] = blocks // prefix
     return row
 
 
@@ -91,29 +204,3 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{str(file)!r} holds no JSON object; is this a model's config.json?")
     return config
-
-
-def _print_tables(report: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from kvstore.units import format_bytes
-
-    console = Console()
-    console.print(
-        f"{report['bytes_per_token']:,} bytes per token ({report['dtype']}, "
-        f"{report['attention']}); {format_bytes(report['block_bytes'])} per block of "
-        f"{report['block_tokens']} tokens",
-        highlight=False,
-    )
-    if not report["rows"]:
-        return
-    table = Table()
-    table.add_column("tier")
-    for column in ("size", "blocks", "tokens", *(f"{label} prefixes" for label in PREFIXES)):
-        table.add_column(column, justify="right")
-    for row in report["rows"]:
-        counts = ["blocks", "tokens", *(f"prefixes_{label}" for label in PREFIXES)]
-        size = format_bytes(row["bytes"])
-        table.add_row(row["tier"], size, *(f"{row[count]:,}" for count in counts))
-    console.print(table)

@@ -115,8 +115,8 @@ def simulate(
         l1_size = shaping.size_of("--l1", l1_blocks, l1, block_bytes)
         if l1_size is None:
             raise ConfigError("L1 is a pool of pages, which has an end; give --l1 a size")
-        costs = shaping.cost_model(
-            prefill_rate, l2_speed, l3_speed, l3_latency, block_bytes=block_bytes, block_tokens=size
+        costs = shaping.Speeds(prefill_rate, l2_speed, l3_speed, l3_latency).model(
+            block_bytes=block_bytes, block_tokens=size
         )
         base = Shape(
             costs,

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Protocol
 
-from kvstore.simulate.formats import Trace
 from kvstore.simulate.optimal import Optimum
 from kvstore.simulate.run import Replay, Shape
+from kvstore.simulate.traces import Asked
 
 REPLAYS_MAX: Final = 256
 """Replays of one sweep; each holds its caches in memory."""
 
 Progress = Callable[[str, int, int | None], None]
 """Told what is done, how much of it, and of how much."""
+
+
+class Requests(Protocol):
+    """Requests, read once, and where they come from. `formats.Trace` is one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def block_tokens(self) -> int: ...
+
+    @property
+    def requests(self) -> Iterator[Asked]: ...
 
 
 class Sweep:
@@ -28,7 +44,7 @@ class Sweep:
         self._optimum = Optimum() if optimum else None
 
     def run(
-        self, trace: Trace, progress: Progress = lambda what, done, total: None
+        self, trace: Requests, progress: Progress = lambda what, done, total: None
     ) -> list[dict[str, Any]]:
         """The figures of each shape, as JSON has them (`run.Replay.result`, and the optimum's)."""
         optimum, replays = self._optimum, self.replays
@@ -53,7 +69,7 @@ class Sweep:
         return found
 
 
-def _facts(trace: Trace, shape: Shape, capacity: int | None) -> dict[str, Any]:
+def _facts(trace: Requests, shape: Shape, capacity: int | None) -> dict[str, Any]:
     return {
         "trace": trace.name,
         "format": trace.format,

@@ -174,10 +174,11 @@ def test_plan_of_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     frames = 2**41 // (2**21 + 4096)
     assert report == {
         "dtype": "bfloat16",
-        "attention": "mha",
+        "attention": "gqa",
         "bytes_per_token": 131_072,
         "block_tokens": 16,
         "block_bytes": 2**21,
+        "window": {"layers": 0, "tokens": 0, "bytes": 0},
         "rows": [
             {
                 "tier": "ram",

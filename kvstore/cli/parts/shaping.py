@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvstore.costs import CostModel, PrefillCurve, TierSpeed
@@ -48,26 +49,29 @@ def size_of(option: str, blocks: int | None, size: str | None, block_bytes: int)
     return blocks_of(size, block_bytes, option)
 
 
-def cost_model(
-    prefill_rate: str,
-    l2_speed: str,
-    l3_speed: str,
-    l3_latency: str,
-    *,
-    block_bytes: int,
-    block_tokens: int,
-) -> CostModel:
-    """The cost model that options describe. Raises ConfigError for one that is wrong."""
-    from kvstore.simulate.tiers import L2, L3
-    from kvstore.units import parse_bytes, parse_duration_s
+@dataclass(frozen=True)
+class Speeds:
+    """What computing and loading take, as options say."""
 
-    speeds = (
-        TierSpeed(L2, float(parse_bytes(l2_speed.removesuffix("/s")))),
-        TierSpeed(
-            L3, float(parse_bytes(l3_speed.removesuffix("/s"))), parse_duration_s(l3_latency)
-        ),
-    )
-    return CostModel(PrefillCurve.read(prefill_rate), speeds, block_bytes, block_tokens)
+    prefill_rate: str
+    l2_speed: str
+    l3_speed: str
+    l3_latency: str
+
+    def model(self, *, block_bytes: int, block_tokens: int) -> CostModel:
+        """The cost model. Raises ConfigError for an option that is wrong."""
+        from kvstore.simulate.tiers import L2, L3
+        from kvstore.units import parse_bytes, parse_duration_s
+
+        speeds = (
+            TierSpeed(L2, float(parse_bytes(self.l2_speed.removesuffix("/s")))),
+            TierSpeed(
+                L3,
+                float(parse_bytes(self.l3_speed.removesuffix("/s"))),
+                parse_duration_s(self.l3_latency),
+            ),
+        )
+        return CostModel(PrefillCurve.read(self.prefill_rate), speeds, block_bytes, block_tokens)
 
 
 def names(text: str, known: Sequence[str], what: str) -> list[str]:
