@@ -84,7 +84,8 @@ class Slab:
             )
         slot_bytes = (slot_bytes + PAGE_BYTES - 1) & -PAGE_BYTES
         nbytes = slots * slot_bytes
-        _check_memory(nbytes, directory)
+        if not huge_pages:
+            _check_memory(nbytes, directory)
         fd = _memory_file(directory, huge_pages)
         try:
             unit = _HUGE_PAGE_BYTES if huge_pages else PAGE_BYTES
@@ -171,16 +172,22 @@ def _memory_file(directory: str | None, huge_pages: bool) -> int:
 
 
 def _check_memory(nbytes: int, directory: str | None) -> None:
-    """Refuse what cannot fit before touching it: the kernel would kill us half way through."""
-    room = int(available_bytes() * MEMORY_HEADROOM)
-    if nbytes > room:
-        raise ConfigError(_too_large(nbytes, room, directory, False))
-    if not directory:
-        return
+    """Refuse what cannot fit before touching it: the kernel would kill us half way through.
+
+    Not for huge pages: they were set aside before, so neither the system's free memory nor our
+    cgroup's limit of memory says anything of them. Taking them fails cleanly where there are too few.
+    """
     try:
-        status = os.statvfs(directory)
+        status = os.statvfs(directory) if directory else None
     except OSError as error:
         raise ConfigError(f"slab directory {directory!r}: {error.strerror}") from None
+    # hugetlbfs gives the size of its pages.
+    set_aside = status is not None and status.f_bsize >= _HUGE_PAGE_BYTES
+    room = int(available_bytes() * MEMORY_HEADROOM)
+    if nbytes > room and not set_aside:
+        raise ConfigError(_too_large(nbytes, room, directory, False))
+    if status is None:
+        return
     left = status.f_bavail * status.f_frsize
     if nbytes > left:
         raise ConfigError(_too_large(nbytes, left, directory, False))

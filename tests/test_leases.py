@@ -114,6 +114,13 @@ def test_too_large_is_one_line_that_says_what_to_change(directory: str | None, a
     assert available_bytes() < 1 << 50
 
 
+def test_too_few_huge_pages_say_so_and_no_more_is_asked_of_other_memory() -> None:
+    """They were set aside: what is available beside them does not count."""
+    with pytest.raises(ConfigError, match="vm.nr_hugepages") as caught:
+        Slab.create(1 << 30, 1 << 20, huge_pages=True)
+    assert "available" not in str(caught.value)
+
+
 def test_a_directory_that_cannot_hold_it_is_named(tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="nowhere"):

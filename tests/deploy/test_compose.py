@@ -137,7 +137,9 @@ def test_the_image_linter_would_see_a_fault(tmp_path: Path) -> None:
 
 
 def test_the_stack_pleases_the_security_linter() -> None:
-    done = run(tool("compose-lint"), "--fail-on", "high", str(COMPOSE_FILE))
+    config = ROOT / "deploy" / "compose" / "lint.yml"
+    words = ("--strict-config", "--config", str(config), "--fail-on", "high")
+    done = run(tool("compose-lint"), "check", *words, str(COMPOSE_FILE))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -245,6 +247,11 @@ def test_the_sidecars_configuration_fits_the_stack(
     assert float(limit_s) > 0
     host, port_text = endpoint.removeprefix("http://").split(":")
     assert f"-s3.port={port_text}" in services[host]["command"]
+
+
+def test_the_sidecar_sees_the_end_of_an_engines_process(services: dict[str, Any]) -> None:
+    assert {name for name, service in services.items() if service.get("pid")} == {"sidecar"}
+    assert services["sidecar"]["pid"] == "host"
 
 
 def test_both_sides_of_s3_know_the_same_keys() -> None:
