@@ -175,7 +175,7 @@ def _check_memory(nbytes: int, directory: str | None) -> None:
     """Refuse what cannot fit before touching it: the kernel would kill us half way through.
 
     Not for huge pages: they were set aside before, so neither the system's free memory nor our
-    cgroup's limit of memory says anything of them. Taking them fails cleanly where there are too few.
+    cgroup's limit of memory says anything of them. Too few of them fail cleanly when taken.
     """
     try:
         status = os.statvfs(directory) if directory else None

@@ -116,7 +116,7 @@ def test_too_large_is_one_line_that_says_what_to_change(directory: str | None, a
 
 def test_too_few_huge_pages_say_so_and_no_more_is_asked_of_other_memory() -> None:
     """They were set aside: what is available beside them does not count."""
-    with pytest.raises(ConfigError, match="vm.nr_hugepages") as caught:
+    with pytest.raises(ConfigError, match="nr_hugepages") as caught:
         Slab.create(1 << 30, 1 << 20, huge_pages=True)
     assert "available" not in str(caught.value)
 
