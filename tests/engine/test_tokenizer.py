@@ -14,6 +14,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from kvstore.engine.gguf_file import GGUFFile
 from kvstore.engine.hf_folder import HFFolder
+from kvstore.engine.loader import load_tokenizer
 from kvstore.engine.tokenizer import (
     BYTE_VOCAB,
     Tokenizer,
@@ -39,6 +40,20 @@ def test_bytes_are_tokens(text: str) -> None:
     if not any(name in text for name in ("<|end|>", "<|im_start|>", "<|im_end|>")):
         assert ids == list(text.encode())
     assert BYTES.decode(ids, special=True) == text
+
+
+@given(st.text())
+def test_spans_end_where_the_text_of_their_tokens_does(text: str) -> None:
+    ids, ends = BYTES.encode_spans(text)
+    assert ids == BYTES.encode(text)
+    assert ends == sorted(ends)
+    assert len(ends) == len(ids)
+    if not any(name in text for name in ("<|end|>", "<|im_start|>", "<|im_end|>")):
+        assert [len(text[:end].encode()) for end in ends] == [
+            len(text[: place + 1].encode())
+            for place, letter in enumerate(text)
+            for _ in letter.encode()
+        ]
 
 
 def test_special_tokens_are_whole_and_left_out_of_plain_text() -> None:
@@ -148,6 +163,18 @@ def test_a_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     again = HFFolder(tmp_path).tokenizer()
     assert again is not None
     assert again.chat(CHAT) == "from a file of its own"
+
+
+def test_a_tokenizer_is_read_without_a_model(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.save(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(tmp_path)
+    assert found.encode_spans("abx") == ([0, 1, 2], [1, 2, 3])
+    (tmp_path / "empty").mkdir()
+    for wrong, words in (("empty", "no tokenizer"), ("none", "tokenizer.json or a .gguf")):
+        with pytest.raises(ConfigError, match=words):
+            load_tokenizer(tmp_path / wrong)
 
 
 def test_a_folder_without_or_with_a_broken_tokenizer(tmp_path: Path) -> None:
