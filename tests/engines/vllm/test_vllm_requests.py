@@ -39,7 +39,9 @@ def cached(results: list[dict[str, Any]]) -> list[int]:
     return [each["cached"] for each in results]
 
 
-def test_chunked_prefill(engines: tuple[Engine, Engine], sidecar: Sidecar, tmp_path: Path) -> None:
+def test_a_prompt_in_several_steps(
+    engines: tuple[Engine, Engine], sidecar: Sidecar, tmp_path: Path
+) -> None:
     """Steps of 96 tokens, several requests in each: blocks are saved once they are full, wherever
     a step ends, and a prompt of which a part is loaded goes on from there."""
     a, b = engines
