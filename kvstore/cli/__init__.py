@@ -46,7 +46,6 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="kvstore",
         help="KV-cache offload for LLM inference: never compute the same prefix twice.",
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import platform
+from typing import Annotated
+
 import typer
 
 import kvstore
@@ -11,6 +15,13 @@ def register(app: typer.Typer) -> None:
     app.command("version")(version)
 
 
-def version() -> None:
+def version(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, Python's version too.")
+    ] = False,
+) -> None:
     """Print the version."""
-    print(kvstore.__version__)
+    if as_json:
+        print(json.dumps({"version": kvstore.__version__, "python": platform.python_version()}))
+    else:
+        print(kvstore.__version__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -11,6 +12,8 @@ import typer
 
 LIMIT_S: Final = 600.0
 """Longest that one call may take: much is read, or a long prompt computed."""
+LOOK_S: Final = 0.5
+"""Between two looks at how far it is."""
 
 
 def register(app: typer.Typer) -> None:
@@ -38,13 +41,13 @@ def register(app: typer.Typer) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     ) -> None:
         """Warm L2: from what the tiers below hold, or by replaying prompts through an engine."""
-        from kvstore.cli.parts.sidecar import address, ask
+        from kvstore.cli.parts.sidecar import address
         from kvstore.errors import ConfigError
 
         if (share is None) == (prompts is None):
             raise ConfigError("give --share or --prompts, one of them")
         if share is not None:
-            answer = ask(address(url), "/v1/warm", {"share": share}, token=token, limit_s=LIMIT_S)
+            answer = _fill(address(url), share, token)
             print(json.dumps(answer) if as_json else f"{answer['warmed']} blocks brought into L2")
             return
         assert prompts is not None
@@ -52,6 +55,37 @@ def register(app: typer.Typer) -> None:
             raise ConfigError("--prompts goes with --engine http://host:port/v1")
         sent = _replay(list(_requests(prompts)), engine, model, token)
         print(json.dumps({"prompts": sent}) if as_json else f"{sent} prompts replayed")
+
+
+def _fill(url: str, share: float, token: str | None) -> dict[str, Any]:
+    """Have the sidecar read; meanwhile a bar shows how full L2 is, where a person looks on."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from kvstore.cli.parts.sidecar import ask
+    from kvstore.errors import TierUnavailable
+
+    console = Console(stderr=True)
+    done = threading.Event()
+
+    def follow(bar: Progress) -> None:
+        task = bar.add_task("warming", total=None)
+        while not done.wait(LOOK_S):
+            try:
+                l2 = ask(url, "/v1/stats", token=token)["l2"]
+            except TierUnavailable:
+                continue  # the administrator's token shows no statistics where tenants have theirs
+            ready = l2["slots_ready"]
+            bar.update(task, completed=ready, total=max(ready, int(share * l2["slots"])))
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        looking = threading.Thread(target=follow, args=(bar,), daemon=True)
+        if console.is_terminal:
+            looking.start()
+        try:
+            return ask(url, "/v1/warm", {"share": share}, token=token, limit_s=LIMIT_S)
+        finally:
+            done.set()
 
 
 def _replay(

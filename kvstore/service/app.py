@@ -186,6 +186,7 @@ class Service:
         # May take long, and hang with a tier; what an administrator does then must not wait.
         self.warming = Lane("warmings", 1)
         self.looking = Lane("looks at the dashboard", LOOKS_AT_ONCE)
+        self.listing = Lane("listings", 1)
 
     async def read(self, key: Key, buffer: Buffer) -> int:
         """Have a block's frame in the buffer; payload bytes, 0 for a miss."""
@@ -222,7 +223,8 @@ class Service:
     def close(self) -> None:
         """Wait a little for calls under way. The event loop has ended."""
         deadline_s = time.monotonic() + CLOSE_WAIT_S
-        lanes = (self.memory, self.below, self.contains, self.care, self.warming, self.looking)
+        lanes = [self.memory, self.below, self.contains, self.care]
+        lanes += [self.warming, self.listing, self.looking]
         left = sum(lane.join(deadline_s) for lane in lanes)
         if left:
             log.error("%d calls hang inside the store; left as they are", left)

@@ -27,6 +27,7 @@ from kvstore.service.engine_routes import add_engines
 from kvstore.service.history import History
 from kvstore.service.hotpath import HotPath
 from kvstore.service.l2_events import L2Events
+from kvstore.service.listing import add_listing
 from kvstore.service.otel import open_tracer
 from kvstore.service.prefixes import PrefixIndex
 from kvstore.service.reload import Reloader, add_reload
@@ -204,6 +205,7 @@ def _http_server(
     add_care(app, service)
     add_reload(app, service, reloader)
     add_dashboard(app, service, views)
+    add_listing(app, service)
     if engines is not None:
         add_engines(app, service, engines)
     config = uvicorn.Config(

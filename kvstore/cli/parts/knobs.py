@@ -91,10 +91,15 @@ def knobs(model: type[BaseModel], path: str = "") -> Iterator[Knob]:
     """The keys of one table."""
     said = meanings(model)
     for name, field in model.model_fields.items():
-        default = None if field.is_required() else spelled(field, field.get_default())
+        default = None if field.is_required() else _default_of(field)
         variable = ENV_PREFIX + f"{path}.{name}".replace(".", ENV_NESTED).upper() if path else ""
         full = f"{path}.{name}" if path else name
         yield Knob(full, unit_of(field), default, said.get(name, ""), variable, field)
+
+
+def _default_of(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    return "unset" if value is None else spelled(field, value)
 
 
 def unit_of(field: FieldInfo) -> str:
