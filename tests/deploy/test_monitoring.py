@@ -1,0 +1,279 @@
+"""Prometheus' rules by promtool; and a real Prometheus that scrapes a real sidecar and engine under
+load: every panel of the Grafana dashboards must have something to show."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.testing.processes import free_port
+
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "deploy" / "prometheus"
+DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
+LIMIT_S = 120.0
+"""A hang guard for tests, no measure."""
+RATE = "20s"
+"""The window of rates here, in place of Grafana's."""
+
+pytestmark = pytest.mark.prometheus
+
+
+def program(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed (Debian: apt-get install prometheus)")
+    return found
+
+
+def promtool(*words: str) -> None:
+    done = subprocess.run(
+        [program("promtool"), *words], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_accepts_rules_and_configuration() -> None:
+    promtool("check", "rules", str(RULES / "kvstore.rules.yml"))
+    promtool("check", "config", str(RULES / "prometheus.yml"))
+
+
+def test_the_rules_do_what_they_say() -> None:
+    promtool("test", "rules", str(RULES / "tests" / "kvstore.test.yml"))
+
+
+def test_every_alert_is_fired_by_a_test() -> None:
+    alerts = set(re.findall(r"- alert: (\w+)", (RULES / "kvstore.rules.yml").read_text()))
+    tested = set(
+        re.findall(r"alertname: (\w+)", (RULES / "tests" / "kvstore.test.yml").read_text())
+    )
+    assert alerts == tested
+
+
+def panels() -> Iterator[tuple[str, str, str]]:
+    """(dashboard, panel, expression) of all."""
+    for file in DASHBOARDS:
+        for panel in json.loads(file.read_text())["panels"]:
+            for target in panel.get("targets", []):
+                yield file.stem, panel["title"], target["expr"]
+
+
+def test_dashboards_are_whole() -> None:
+    assert len(DASHBOARDS) == 2
+    for file in DASHBOARDS:
+        board = json.loads(file.read_text())
+        assert board["uid"] == file.stem
+        boxes = [panel["gridPos"] for panel in board["panels"]]
+        assert all(0 < box["w"] <= 24 - box["x"] for box in boxes)
+        places = [(box["x"] + x, box["y"] + y) for box in boxes for x in range(box["w"])
+                  for y in range(box["h"])]  # fmt: skip
+        assert len(places) == len(set(places)), "two panels lie on one another"
+        names = {each["name"] for each in board["templating"]["list"]}
+        used = set(re.findall(r"\$\{?(\w+)", json.dumps(board["panels"])))
+        assert used <= names | {"__rate_interval"}
+        assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+class Stack:
+    """A sidecar, an engine and a Prometheus, each a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ports = {name: free_port() for name in ("sidecar", "engine", "prometheus")}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        kvstore = [sys.executable, "-m", "kvstore"]
+        socket = str(folder / "kv.sock")
+        # L2 is small, so that what was asked for before comes from disk.
+        self._run("sidecar", [
+            *kvstore, "serve", "--socket", socket, "--port", str(self.ports["sidecar"]),
+            "--l2", "2MiB", "--slot", "64KiB", "--disk", str(folder / "disk"),
+            "--disk-capacity", "64MiB", "--codec", "zstd-planes",
+        ])  # fmt: skip
+        self._run("engine", [
+            *kvstore, "engine", "--model", "random", "--model-name", "m", "--port",
+            str(self.ports["engine"]), "--store", socket, "--wait-store-s", "60", "--num-pages",
+            "24", "--threads", "1", "--route", "all", "--min-load-tokens", "0",
+        ])  # fmt: skip
+        self._scrape()
+        wait_until(lambda: get(self.url("engine", "/health")), "the engine")
+        wait_until(lambda: get(self.url("prometheus", "/-/ready")), "Prometheus")
+
+    def url(self, name: str, path: str) -> str:
+        return f"http://127.0.0.1:{self.ports[name]}{path}"
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """What Prometheus answers now."""
+        words = urllib.parse.urlencode({"query": expression})
+        answer = json.loads(get(self.url("prometheus", f"/api/v1/query?{words}")))
+        assert answer["status"] == "success"
+        result: list[dict[str, Any]] = answer["data"]["result"]
+        return result
+
+    def ask(self, prompt: str, route: str) -> None:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 2}
+        request = urllib.request.Request(
+            self.url("engine", "/v1/completions"),
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", "X-KVStore-Route": route},
+        )
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            assert answer.status == 200
+
+    def close(self) -> None:
+        for process in reversed(self._processes):
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30.0)
+            process.kill()
+
+    def _run(self, name: str, words: list[str]) -> None:
+        with (self.folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        self._processes.append(process)
+
+    def _scrape(self) -> None:
+        """Prometheus over both, by the jobs' names of deploy/prometheus, each second."""
+        config = self.folder / "prometheus.yml"
+        jobs = [
+            {"job_name": f"kvstore-{name}",
+             "static_configs": [{"targets": [f"127.0.0.1:{self.ports[name]}"]}]}
+            for name in ("sidecar", "engine")
+        ]  # fmt: skip
+        config.write_text(json.dumps({  # JSON is YAML
+            "global": dict.fromkeys(
+                ("scrape_interval", "scrape_timeout", "evaluation_interval"), "1s"
+            ),
+            "rule_files": [str(RULES / "kvstore.rules.yml")],
+            "scrape_configs": jobs,
+        }))  # fmt: skip
+        self._run("prometheus", [
+            program("prometheus"), f"--config.file={config}",
+            f"--storage.tsdb.path={self.folder / 'series'}",
+            f"--web.listen-address=127.0.0.1:{self.ports['prometheus']}",
+        ])  # fmt: skip
+
+
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=LIMIT_S) as answer:
+        body: bytes = answer.read()
+        return body or b"answered"
+
+
+def wait_until(true: Any, what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        with suppress(OSError, urllib.error.URLError):
+            if true():
+                return
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    program("prometheus")
+    pytest.importorskip("torch", reason="the engine needs torch")
+    made = Stack(tmp_path_factory.mktemp("stack"))
+    stop = threading.Event()
+
+    def load() -> None:
+        """Prompts that come again after L2 has lost them, and some that never came."""
+        number = 0
+        while not stop.is_set():
+            text = f"{number % 14} is asked for again and again, and is not short. " * 5
+            made.ask(text, ("chat", "rag")[number % 2])
+            made.ask(f"{number} new {number} words {number} " * 3, "chat")
+            number += 1
+
+    worker = threading.Thread(target=load, daemon=True)
+    worker.start()
+    try:
+        wait_until(lambda: served_from_disk(made), "a block was served from disk")
+        time.sleep(float(RATE.rstrip("s")) / 2)  # rates need some scrapes
+        yield made
+    finally:
+        stop.set()
+        worker.join(LIMIT_S)
+        made.close()
+
+
+def served_from_disk(stack: Stack) -> bool:
+    found = stack.query('kvstore_served_bytes_total{tier="disk"}')
+    return bool(found) and float(found[0]["value"][1]) > 0
+
+
+def fill_in(expression: str) -> str:
+    """The expression with what Grafana puts in for its variables."""
+    filled = expression.replace("$__rate_interval", RATE)
+    return re.sub(r"\$(instance|tenant)", ".*", filled)
+
+
+@pytest.mark.slow
+def test_every_panel_has_data(stack: Stack) -> None:
+    expressions = list(panels())
+    assert len(expressions) > 60
+    empty = dict.fromkeys((f"{board}: {title}", expr) for board, title, expr in expressions)
+    deadline = time.monotonic() + 60.0
+
+    def still_empty() -> list[tuple[str, str]]:
+        left = []
+        for name, expression in empty:
+            values = [float(row["value"][1]) for row in stack.query(fill_in(expression))]
+            if not any(value == value for value in values):  # NaN is nothing to show
+                left.append((name, expression))
+        return left
+
+    left = still_empty()
+    while left and time.monotonic() < deadline:
+        time.sleep(1.0)
+        empty = dict.fromkeys(left)
+        left = still_empty()
+    assert left == []
+
+
+@pytest.mark.slow
+def test_the_variables_of_the_dashboards_have_values(stack: Stack) -> None:
+    for file in DASHBOARDS:
+        for each in json.loads(file.read_text())["templating"]["list"]:
+            if each["type"] == "query":
+                metric, label = re.fullmatch(
+                    r"label_values\((\w+), (\w+)\)", each["query"]["query"]
+                ).groups()  # type: ignore[union-attr]
+                assert all(row["metric"].get(label) for row in stack.query(metric))
+                assert stack.query(metric)
+
+
+@pytest.mark.slow
+def test_rules_are_evaluated_and_nothing_is_alarmed(stack: Stack) -> None:
+    wait_until(lambda: stack.query("instance:kvstore_hit_rate:ratio_rate5m"), "a recorded ratio")
+    groups = json.loads(get(stack.url("prometheus", "/api/v1/rules")))["data"]["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert {rule["health"] for rule in rules} == {"ok"}
+    assert stack.query('ALERTS{severity="critical"}') == []
+
+
+@pytest.mark.slow
+def test_promtool_finds_nothing_to_say_of_the_engine(stack: Stack) -> None:
+    done = subprocess.run(
+        [program("promtool"), "check", "metrics"],
+        input=get(stack.url("engine", "/metrics")),
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
