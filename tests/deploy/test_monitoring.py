@@ -107,7 +107,7 @@ class Stack:
         self._run("engine", [
             *kvstore, "engine", "--model", "random", "--model-name", "m", "--port",
             str(self.ports["engine"]), "--store", socket, "--wait-store-s", "60", "--num-pages",
-            "24", "--threads", "1", "--route", "all", "--min-load-tokens", "0",
+            "96", "--threads", "1", "--route", "all", "--min-load-tokens", "0",
         ])  # fmt: skip
         self._scrape()
         wait_until(lambda: get(self.url("engine", "/health")), "the engine")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -94,6 +95,8 @@ def test_tokens_by_tenant_route_and_tier(sidecar: ForkedSidecar) -> None:
         assert len(match(chat, run)) == 4
         get(chat, run[:4])
         assert match(rag, run) == []  # another tenant's
+        # What a client answers by its catalogue, the sidecar hears with the next verb.
+        put(rag, hashes_of("of another run", 1))
         now = samples_of(sidecar)
 
     def grown(name: str, **labels: str) -> float:
@@ -263,3 +266,27 @@ def test_an_endpoint_that_is_none_is_one_line(tmp_path: Path) -> None:
     )
     assert code == 2
     assert err.startswith("kvstore: trace.endpoint = 'collector:4318' is no URL")
+
+
+def test_the_documentation_names_every_metric_and_no_other(sidecar: ForkedSidecar) -> None:
+    from kvstore.engine.meters import COUNTERS, GAUGES
+
+    page = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
+    named = set(re.findall(r"`(kvstore_[a-z0-9_]+)`", page))
+    with patient(sidecar.socket, NAMESPACE, token="token-a") as client:
+        put(client, hashes_of("documented", 4))
+        wait_until(
+            lambda: any(key[0] == "kvstore_codec_ratio" for key in samples_of(sidecar)), "a codec"
+        )
+        families = text_string_to_metric_families(fetch(sidecar, "/metrics")[1])
+        told = {
+            each.name + ("_total" if each.type == "counter" else "")
+            for each in families
+            if each.name.startswith("kvstore_")
+        }
+    engine = {name for name in named if name.startswith("kvstore_engine_")}
+    # Shown by tiers that have them only.
+    assert named - engine - told <= {"kvstore_tier_quota_evictions_total"}
+    assert told - named == set()
+    assert {f"kvstore_engine_{name}_total" for name in COUNTERS} <= engine
+    assert {f"kvstore_engine_{name.removesuffix('_total')}" for name in GAUGES} <= engine
