@@ -249,3 +249,8 @@ def test_both_sides_of_an_engine_meet_in_one_embedded_store() -> None:
     assert EMBEDDED._stores == {}
     with pytest.raises(ConfigError, match=r"embedded\.l3.*'l2'"):
         open_store(StoreSettings(embedded={"l3": "1GiB"}), namespace, engine="g", name="x")
+
+
+def test_a_policy_that_vllm_cannot_follow_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'timeout' is right"):
+        connector_settings({"prefetch": {"policy": "adaptive"}})

@@ -117,7 +117,8 @@ class SchedulerSide:
         blocks = external_tokens // self._block_tokens
         assert blocks * self._block_tokens == external_tokens, "whole blocks are loaded"
         first = self._first_block[request_id]
-        ticket = self._held[request_id] = self._attempts.take(request_id, blocks)
+        (ticket,) = self._attempts.take(request_id, blocks)
+        self._held[request_id] = ticket
         assert asked_s is not None, "an allocation without a match"
         waited_ms = (self._clock() - asked_s) * 1e3
         plan = Blocks(

@@ -43,7 +43,12 @@ class ConnectorSettings(StoreSettings):
     """How long a request may wait for blocks from below L2."""
 
     def policy(self) -> PrefetchPolicy:
-        """Raises ConfigError: an unknown policy."""
+        """Raises ConfigError: an unknown policy, or one that vLLM cannot follow."""
+        if self.prefetch.policy == "adaptive":
+            raise ConfigError(
+                "prefetch.policy 'adaptive' computes a run from its front while its end is loaded, "
+                "which vLLM's connectors cannot; 'timeout' is right"
+            )
         return prefetch_policy(
             self.prefetch.policy,
             base_ms=self.prefetch.base_ms,
