@@ -196,15 +196,18 @@ class CatalogView:
         """How many of these blocks, from the first on, are shown: READY in L2."""
         size = len(hashes[0]) if hashes else 0
         if size < SALT_BYTES or size % 8 or len(set(map(len, hashes))) > 1:
-            return next(
-                (n for n, name in enumerate(hashes) if not self._is_shown(name)), len(hashes)
-            )
+            return next((n for n, name in enumerate(hashes) if not self.shows(name)), len(hashes))
         rows = np.frombuffer(b"".join(hashes), np.uint64).reshape(len(hashes), size // 8)
         first, second = self._salts
         marks = rows[:, 0] ^ np.uint64(first)
         places = (rows[:, 1] ^ np.uint64(second)) & np.uint64(self._buckets - 1)
         shown = (self._shown[places] == marks[:, None]).any(axis=1)
         return len(hashes) if shown.all() else int(shown.argmin())
+
+    def shows(self, name: bytes) -> bool:
+        """Whether this block is READY in L2."""
+        mark, place = _places(name, self._salts)
+        return mark in self._shown[place & (self._buckets - 1)].tolist()
 
     def absent(self, name: bytes) -> bool:
         """Whether this block is nowhere, for certain; False says nothing."""
@@ -219,10 +222,6 @@ class CatalogView:
             and half[mark + 3 * place & mask]
         )
         return not held and bool(self._words[_GENERATION] == generation)
-
-    def _is_shown(self, name: bytes) -> bool:
-        mark, place = _places(name, self._salts)
-        return mark in self._shown[place & (self._buckets - 1)].tolist()
 
 
 def _places(name: bytes, salts: tuple[int, ...]) -> tuple[int, int]:

@@ -40,6 +40,7 @@ REPLY_LIMIT_S: Final = 2.0
 HELLO_LIMIT_S: Final = 5.0
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_CAP_S: Final = 1.0
+COUNTS: Final = ("links", "asked", "unasked", "known", "given_up", "hangs")
 CLOSE_LIMIT_S: Final = 1.0
 """How long `close` lets the sidecar read what was sent before."""
 
@@ -65,8 +66,7 @@ class Client:
         raises for an absent one: the engine goes on without.
 
     Raises:
-        ConfigError: the sidecar is there and refuses this client (namespace, token, version), or
-            the route is none.
+        ConfigError: a sidecar refuses this client (namespace, token, version); no such route.
     """
 
     def __init__(
@@ -95,8 +95,7 @@ class Client:
         self._closing = threading.Event()
         self._last_number = 0
         self._last_pong = 0
-        names = ("links", "asked", "unasked", "known", "given_up", "hangs")
-        self._counts = dict.fromkeys(names, 0)
+        self._counts = dict.fromkeys(COUNTS, 0)
         first = self._first_dial(wait_ready_s)
         self._reader = threading.Thread(
             target=self._run, args=(first,), name="kvstore-reader", daemon=True
@@ -140,10 +139,10 @@ class Client:
             self._end(ticket, "")
         return ticket
 
-    def is_absent(self, name: bytes) -> bool:
-        """Whether a block is held nowhere, as far as can be said for certain without asking."""
+    def states(self, hashes: Sequence[bytes]) -> list[bool | None]:
+        """For each block whether it is held, as far as that is certain without asking; or None."""
         link = self._link
-        return link is not None and not link.hung and link.is_absent(name)
+        return [None] * len(hashes) if link is None or link.hung else link.states(hashes)
 
     def note(self, run: Callable[[], Sequence[bytes]]) -> None:
         """Have the sidecar hear, with the next verb, of a run that was asked for without it."""
@@ -395,6 +394,7 @@ class Client:
         _, number, done, fault, *rest = message
         if isinstance(ticket, Match):
             ticket.tiers.extend(rest[0])
+            ticket.behind = rest[1]
         elif isinstance(ticket, Load):
             tiers, slots = rest
             check_slots(slots, len(tiers), link)

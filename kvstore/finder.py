@@ -42,22 +42,25 @@ class Finder:
             missing = [i for i, has in zip(missing, found, strict=True) if not has]
         return answer
 
-    def locate(self, keys: Sequence[Key], nbytes: int) -> list[str]:
-        """Names of the tiers that hold the leading run, block by block."""
+    def locate(self, keys: Sequence[Key], nbytes: int) -> tuple[list[str], list[int]]:
+        """Names of the tiers that hold the leading run, block by block; indices of the blocks
+        behind it that are held too."""
         run = self._brain.match(keys, nbytes)
         tiers = [L2] * run
         rest = keys[run:]
-        if not rest or not self._workers:
-            return tiers
+        if not rest:
+            return tiers, []
         held = self._brain.held(rest, nbytes)
-        for in_l2, source in zip(held, self.sources(rest, held), strict=True):
-            if in_l2:
-                tiers.append(L2)
-            elif source is not None:
-                tiers.append(self._workers[source].tier.name)
+        behind = []
+        places = zip(held, self.sources(rest, held), strict=True)
+        for index, (in_l2, source) in enumerate(places, start=run):
+            if not in_l2 and source is None:
+                continue
+            if index > len(tiers):
+                behind.append(index)
             else:
-                break
-        return tiers
+                tiers.append(L2 if source is None else self._workers[source].tier.name)
+        return tiers, behind
 
     def next_source(self, flight: Flight) -> int | None:
         """A slower tier that has the flight's block too."""

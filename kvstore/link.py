@@ -146,11 +146,22 @@ class Link:
         if self.catalog is None or not hashes:
             return None
         run = self.catalog.run(hashes)
-        return [SHOWN] * run if run == len(hashes) or self.is_absent(hashes[run]) else None
+        certain = run == len(hashes) or self.states(hashes[run : run + 1]) == [False]
+        return [SHOWN] * run if certain else None
 
-    def is_absent(self, name: bytes) -> bool:
-        """Whether the catalogue says that a block is nowhere, for certain."""
-        return self.catalog is not None and self.unheard is None and self.catalog.absent(name)
+    def states(self, hashes: Sequence[bytes]) -> list[bool | None]:
+        """For each block whether the catalogue shows it, or says that it is nowhere; None where it
+        knows of neither."""
+        catalog = self.catalog
+        if catalog is None:
+            return [None] * len(hashes)
+        states: list[bool | None] = []
+        for name in hashes:
+            if self.unheard is None and catalog.absent(name):
+                states.append(False)
+            else:
+                states.append(catalog.shows(name) or None)
+        return states
 
     def note(self, run: Callable[[], Sequence[bytes]]) -> None:
         """Keep a run that the catalogue answered until the next verb, or until there are many. One

@@ -23,8 +23,9 @@ first element is a `Verb`. The client speaks first:
     [STATS_ASK, token]   -> [STATS, {...}]        instead of a hello; then the server hangs up
     [BYE]                the client has no copy running and will hang up
 
-An UPDATE carries what is new since the last one, after `fault`: of a match `[tier, ...]`; of a
-load `[tier, ...], [slot, ...]`; of a save `[index, slot, index, slot, ...], dropped`.
+An UPDATE carries what is new since the last one, after `fault`: of a match `[tier, ...],
+[index, ...]` (the second: what is held behind the run, once done); of a load `[tier, ...],
+[slot, ...]`; of a save `[index, slot, index, slot, ...], dropped`.
 
 Ticket numbers are the client's. A match ends with its done; a load or save with commit or release.
 An update for a ticket the client has already handed back is ignored by it.
@@ -54,7 +55,7 @@ import msgpack
 from kvstore.blocks import Namespace
 from kvstore.errors import ConfigError, KVStoreError
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 MAX_MESSAGE_BYTES: Final = 8 << 20
 MAX_HELLO_BYTES: Final = 16 << 10

@@ -209,7 +209,7 @@ class Session:
 
     def _locate(self, ticket: Match, keys: Sequence[Key], *, probe: bool) -> None:
         """Say how long a run is held and where; ask remote tiers once for what is not known."""
-        tiers = self._store.finder.locate(keys, self._nbytes)
+        tiers, behind = self._store.finder.locate(keys, self._nbytes)
         with self._brain.lock:
             if self.closed:
                 self._ended(ticket)
@@ -221,6 +221,7 @@ class Session:
                 if self._store.finder.probe(rest, lambda: self._probed(ticket, keys)):
                     return
             self._matches.discard(ticket)
+            ticket.behind = [index for index in behind if index > len(ticket.tiers)]
             self._end(ticket)
 
     def _probed(self, ticket: Match, keys: Sequence[Key]) -> None:

@@ -56,13 +56,16 @@ class Match(Ticket):
 
     tiers: for each block of the run, the name of the fastest tier that holds it ("l2", "disk",
     ...). A valid, maybe growing, leading run also while not done.
+    behind: once done, indices of blocks behind the run that the store holds too, for who needs
+    more than a run. Left empty where the run was known without asking.
     """
 
-    __slots__ = ("tiers",)
+    __slots__ = ("behind", "tiers")
 
     def __init__(self, ticket_id: int, hashes: Sequence[bytes]) -> None:
         super().__init__(ticket_id, hashes)
         self.tiers: list[str] = []
+        self.behind: list[int] = []
 
     @property
     def answer(self) -> Answer:

@@ -46,7 +46,7 @@ def sidecar(tmp_path: Path) -> Iterator[ForkedSidecar]:
 
 def connect(sidecar: ForkedSidecar) -> Client:
     client = Client(sidecar.socket, NAMESPACE, wait_ready_s=LIMIT_S)
-    wait_until(lambda: client.is_absent(b"x" * 32), "the catalogue is filled")
+    wait_until(lambda: client.states([b"x" * 32]) == [False], "the catalogue is filled")
     return client
 
 
@@ -78,14 +78,14 @@ def test_a_commit_under_way_leaves_nothing_certain(sidecar: ForkedSidecar) -> No
         sidecar.suspend()
         try:
             save = client.save(hashes_of("late", 2))
-            assert client.is_absent(b"z" * 32)
+            assert client.states([b"z" * 32]) == [False]
             client.commit(save)
-            assert not client.is_absent(b"z" * 32)
+            assert client.states([b"z" * 32]) != [False]
             assert not client.match([b"z" * 32]).done
         finally:
             sidecar.resume()
         assert client.sync(LIMIT_S)
-        assert client.is_absent(b"z" * 32), "it has been handled"
+        assert client.states([b"z" * 32]) == [False], "it has been handled"
 
 
 def test_what_left_memory_is_found_on_disk_and_what_left_both_nowhere(
@@ -116,7 +116,7 @@ def test_a_restarted_sidecar_lists_what_its_disk_holds(
         wait_until(lambda: client.connected, "it is back")
         # Listed or not yet: what is there is never said to be nowhere.
         assert match(client, names) == ["disk"] * 8
-        wait_until(lambda: client.is_absent(b"x" * 32), "listed")
+        wait_until(lambda: client.states([b"x" * 32]) == [False], "listed")
         assert match(client, names) == ["disk"] * 8
 
 

@@ -69,7 +69,7 @@ class Live:
         tail: tuple[Any, ...]
         if isinstance(ticket, Match):
             end = len(ticket.tiers)
-            tail = (ticket.tiers[self.told : end],)
+            tail = (ticket.tiers[self.told : end], ticket.behind if done else [])
         elif isinstance(ticket, Load):
             # Tiers are appended before slots, so there is one for every slot seen here.
             end = len(ticket.slots)

@@ -4,7 +4,7 @@ nothing else."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,9 +22,10 @@ from sglang_rig import (
     slots,
 )
 from sidecar_rig import ForkedSidecar, disk, wait_until
+from store_rig import RemoteTier
 
 import kvstore
-from kvstore.blocks import Namespace
+from kvstore.blocks import Key, Namespace
 from kvstore.config import merged
 from kvstore.connectors.sglang.copies import Copies
 from kvstore.connectors.sglang.describe import EXTENTS, FLAT, HostPool, namespace_of
@@ -32,6 +33,8 @@ from kvstore.connectors.sglang.settings import DeadlineSettings
 from kvstore.connectors.sglang.shelf import Shelf, hashes_of
 from kvstore.connectors.sglang.shelves import Shelves
 from kvstore.errors import ConfigError
+from kvstore.leases import Slab
+from kvstore.store import Store
 
 GUARD = DeadlineSettings(base_ms=60_000, cap_ms=60_000)
 
@@ -104,7 +107,7 @@ def test_exists_is_one_trip_at_most(tmp_path: Path) -> None:
     shelf = Shelf(client, copies, GUARD)
     host = HostMemory(8)
     keys = keys_of("trips", 100)
-    wait_until(lambda: client.is_absent(hashes_of(keys)[99]), "the catalogue is filled")
+    wait_until(lambda: client.states([hashes_of(keys)[99]]) == [False], "the catalogue is filled")
     assert shelf.set(keys[:8], HostPool(host, "kv").extents(host.indices(range(8)))) == [True] * 8
     asked = client.stats()["asked"]
     assert shelf.run(keys) == 8
@@ -428,3 +431,60 @@ def test_a_store_of_the_servers_own(tmp_path: Path) -> None:
         assert rank.run(keys) == 0
     with pytest.raises(ConfigError, match=r"unknown key 'embedded.dsk'; did you mean 'disk'\?"):
         Rank(settings(embedded={"dsk": "x"}), host)
+
+
+SOME = [0, 1, 5, 6, 20, 39]
+"""Pages of forty that are kept where there are holes between."""
+
+
+def test_pages_with_holes_between_take_one_trip(tmp_path: Path) -> None:
+    sidecar = ForkedSidecar(tmp_path, merged(slots(64), disk(tmp_path / "disk")))
+    namespace = Namespace(model="holes", layers=2, kv_heads=2, head_dim=64, block_tokens=4)
+    client = kvstore.connect(sidecar.socket, namespace)
+    copies = Copies(1)
+    shelf = Shelf(client, copies, GUARD)
+    host = HostMemory(8)
+    keys = keys_of("holes", 40)
+    pages = HostPool(host, "kv").extents(host.indices(range(len(SOME))))
+    assert shelf.set([keys[n] for n in SOME], pages) == [True] * len(SOME)
+    assert shelf.holds(keys) == [n in SOME for n in range(40)]
+    flush(sidecar)
+    clear(sidecar, "l2")
+    for first in (0, 2, 7):
+        asked = client.stats()["asked"]
+        assert shelf.holds(keys[first:]) == [n in SOME for n in range(first, 40)]
+        assert client.stats()["asked"] <= asked + 1
+    shelf.close()
+    copies.close()
+    assert sidecar.stop() == 0
+
+
+class Network(RemoteTier):
+    """Counts how often it is asked."""
+
+    trips = 0
+
+    def contains(self, keys: Sequence[Key]) -> list[bool]:
+        self.trips += 1
+        return super().contains(keys)
+
+
+def test_a_tier_over_the_network_is_asked_once_for_pages_with_holes_between() -> None:
+    namespace = Namespace(model="holes", layers=2, kv_heads=2, head_dim=64, block_tokens=4)
+    tier = Network(1 << 20)
+    with Store(Slab.create(64, PAGE_BYTES), [tier]) as store:
+        copies = Copies(1)
+        shelf = Shelf(store.session(namespace), copies, GUARD)
+        host = HostMemory(8)
+        keys = keys_of("far", 40)
+        pages = HostPool(host, "kv").extents(host.indices(range(len(SOME))))
+        assert shelf.set([keys[n] for n in SOME], pages) == [True] * len(SOME)
+        assert store.flush(60)
+        store.clear("l2")
+        with store.brain.lock:
+            store.brain.places.forget(0)
+        tier.trips = 0
+        assert shelf.holds(keys) == [n in SOME for n in range(40)]
+        assert tier.trips == 1
+        shelf.close()
+        copies.close()

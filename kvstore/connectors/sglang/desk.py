@@ -45,10 +45,15 @@ class Desk:
     def lacks(self, first: bytes, run: Callable[[], Sequence[bytes]]) -> bool:
         """Whether a run's first block is held nowhere, for certain and without a word to the store;
         which is then told of the run when it is next spoken to. False says nothing."""
-        if self._client is None or not self._client.is_absent(first):
+        if self._client is None or self._client.states((first,)) != [False]:
             return False
         self._client.note(run)
         return True
+
+    def states(self, hashes: Sequence[bytes]) -> list[bool | None]:
+        """For each block whether the store holds it, as far as that is known without a word to it;
+        None where it is not."""
+        return [None] * len(hashes) if self._client is None else self._client.states(hashes)
 
     def match(self, hashes: Sequence[bytes]) -> Match:
         with self._verbs:

@@ -30,9 +30,6 @@ HOLES_MAX: Final = 4
 """Pages of a batch that may be missing before the rest of it counts as missing too."""
 NO_SLOT_WAIT_S: Final = 0.002
 """Between two tries for slots that others hold."""
-ASKED_AT_ONCE: Final = 512
-"""Questions for single pages that are out at once."""
-
 HASH_BYTES: Final = 32
 
 
@@ -95,16 +92,18 @@ class Shelf:
         return self._run(hashes_of(keys), self._until(0))
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
-        """For each page whether the store holds it, whatever stands before it. One trip when all
-        are there."""
+        """For each page whether the store holds it, whatever stands before it. One trip for those
+        that the node's catalogue does not tell of."""
         hashes = hashes_of(keys)
-        deadline_s = self._until(0)
-        run = self._run(hashes, deadline_s)
-        answer = [True] * run
-        for first in range(run, len(hashes), ASKED_AT_ONCE):
-            asked = [self._desk.match((name,)) for name in hashes[first : first + ASKED_AT_ONCE]]
-            answer += [self._answer(ticket, deadline_s) > 0 for ticket in asked]
-        return answer
+        states = self._desk.states(hashes)
+        unknown = [index for index, state in enumerate(states) if state is None]
+        if unknown:
+            ticket = self._desk.match([hashes[index] for index in unknown])
+            run = self._answer(ticket, self._until(0))
+            behind = ticket.behind if ticket.done else ()
+            for at in (*range(run), *behind):
+                states[unknown[at]] = True
+        return [state is True for state in states]
 
     def get(self, keys: Sequence[str], pages: Sequence[Extents]) -> list[bool]:
         """Copy pages to their extents; True for each that is there, all its bytes.
