@@ -287,9 +287,25 @@ def test_what_is_mounted_is_there(services: dict[str, Any]) -> None:
         if volume["type"] == "bind"
     }
     assert ROOT / "deploy" / "compose" / "sidecar.toml" in mounted
+    assert ROOT / "deploy" / "prometheus" in mounted
+    assert ROOT / "deploy" / "grafana" / "dashboards" in mounted
     # Compose makes the folder of models where there is none.
-    mounted = {path for path in mounted if path.is_relative_to(ROOT / "deploy" / "compose")}
     assert [path for path in mounted - {ROOT / "models"} if not path.exists()] == []
+
+
+def test_grafana_finds_its_dashboards_and_prometheus(services: dict[str, Any]) -> None:
+    folder = ROOT / "deploy" / "grafana" / "provisioning"
+    [provider] = [path.read_text() for path in (folder / "dashboards").iterdir()]
+    [source] = [path.read_text() for path in (folder / "datasources").iterdir()]
+    mounted = volumes(services["grafana"])
+    assert mounted["/etc/grafana/provisioning"] == str(folder)
+    path = re.search(r"path: (\S+)", provider)
+    assert path
+    assert mounted[path.group(1)] == str(ROOT / "deploy" / "grafana" / "dashboards")
+    url = re.search(r"url: http://(\w+):(\d+)", source)
+    assert url
+    [port] = services[url.group(1)]["ports"]
+    assert str(port["target"]) == url.group(2)
 
 
 @contextmanager

@@ -158,7 +158,10 @@ def test_one_prompt_through_every_tier(folder: Path) -> None:
         wait_for(stack.joined, "both engines at the sidecar")
         go_through(stack)
         if "prometheus" in stack.urls:
-            wait_for(lambda: scraped(stack.urls["prometheus"]) == {"1": 3}, "three scrapes")
+            prometheus = stack.urls["prometheus"]
+            wait_for(lambda: scraped(prometheus) == {"1": 3}, "three scrapes")
+            groups = call(f"{prometheus}/api/v1/rules")["data"]["groups"]
+            assert [rule["name"] for group in groups for rule in group["rules"]]
     finally:
         status = stack.stop()
     assert status == 128 + signal.SIGTERM
