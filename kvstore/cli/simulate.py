@@ -73,7 +73,7 @@ def simulate(
     one fast GPU over PCIe 4.0 and an NVMe drive.
     """
     from kvstore.cli.parts import shaping
-    from kvstore.cli.parts.simulated import draw, show
+    from kvstore.cli.parts.simulated import check_picture, draw, show
     from kvstore.simulate.formats import open_trace
     from kvstore.simulate.run import Shape
     from kvstore.simulate.sweep import REPLAYS_MAX, Sweep
@@ -81,6 +81,8 @@ def simulate(
     from kvstore.tiers.policies.eviction import EVICTION_POLICIES
     from kvstore.tiers.policies.write import WRITE_POLICIES
 
+    if picture is not None:
+        check_picture(picture)
     l2_given = [infinite, l2 is not None, l2_blocks is not None, sweep is not None]
     if sum(l2_given) > 1:
         raise ConfigError("--l2, --l2-blocks, --infinite and --sweep are sizes of L2; give one")

@@ -102,15 +102,19 @@ def _show_many(found: Sequence[Figures]) -> None:
     Console().print(table)
 
 
-def draw(found: Sequence[Figures], picture: Path) -> None:
-    """Hit rate and mean time to first token over the size of L2, a line for each policy.
-
-    Raises ConfigError: the file's name says no known kind, or it cannot be written.
-    """
+def check_picture(picture: Path) -> None:
+    """Raises ConfigError: the file's name says no known kind of picture."""
     if picture.suffix not in PICTURES:
         raise ConfigError(
             f"{str(picture)!r} is no picture; a name in {', '.join(PICTURES)} is right"
         )
+
+
+def draw(found: Sequence[Figures], picture: Path) -> None:
+    """Hit rate and mean time to first token over the size of L2, a line for each policy.
+
+    Raises ConfigError: it cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
