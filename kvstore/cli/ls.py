@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Final
 from urllib.parse import urlencode
 
@@ -26,6 +27,9 @@ def ls(
     blocks: Annotated[
         bool, typer.Option("--blocks", help="Each block, the most recently used first.")
     ] = False,
+    prefixes: Annotated[
+        bool, typer.Option("--prefixes", help="The runs asked for of late, and where they lie.")
+    ] = False,
     limit: Annotated[int, typer.Option(help="Lines at most, up to 10000.")] = 100,
     url: Annotated[
         str | None, typer.Option(help="The sidecar's HTTP side, http://host:port.")
@@ -35,12 +39,19 @@ def ls(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List what a sidecar holds, by tier, tenant and namespace, or block by block.
+    """List what a sidecar holds, by tier, tenant and namespace, by block or by prefix.
 
     Exits with 1 when a tier could not be listed.
     """
     from kvstore.cli.parts.sidecar import address, ask
+    from kvstore.errors import ConfigError
 
+    if prefixes:
+        if blocks or tier is not None:
+            raise ConfigError("--prefixes lists runs over all tiers; leave --blocks and --tier")
+        shown = ask(address(url), "/v1/dashboard", token=token, limit_s=LIMIT_S)["prefixes"]
+        _prefixes(list(_flat(shown["chains"])), tenant, namespace, limit, as_json)
+        return
     asked = {"tier": tier, "tenant": tenant, "namespace": namespace, "limit": limit}
     words = {name: value for name, value in asked.items() if value is not None}
     query = urlencode({**words, "blocks": str(blocks).lower()})
@@ -51,6 +62,51 @@ def ls(
         _show(answer, blocks)
     if answer["unlisted"]:
         raise typer.Exit(1)
+
+
+def _flat(chains: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Chains of blocks and those that branch off them, each after what it follows."""
+    for chain in chains:
+        yield {name: value for name, value in chain.items() if name not in ("children", "more")}
+        yield from _flat(chain["children"])
+
+
+def _prefixes(
+    chains: list[dict[str, Any]],
+    tenant: str | None,
+    namespace: str | None,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Print runs: how deep each begins, how long it is, how often it was asked for, where it is."""
+    from rich.console import Console
+    from rich.table import Table
+
+    wanted = [
+        chain
+        for chain in chains
+        if tenant in (None, chain["tenant"]) and namespace in (None, chain["namespace"])
+    ]
+    if as_json:
+        left_off = max(0, len(wanted) - limit)
+        print(json.dumps({"prefixes": wanted[:limit], "left_off": left_off}))
+        return
+    table = Table("tenant", "namespace", "after", "blocks", "asks", "held", "last hash")
+    for chain in wanted[:limit]:
+        held = ", ".join(f"{count} {name}" for name, count in chain["held"].items())
+        table.add_row(
+            chain["tenant"],
+            chain["namespace"][:HASH_SHOWN],
+            str(chain["depth"]),
+            str(chain["blocks"]),
+            str(chain["asks"]),
+            held or "gone",
+            chain["hash"][:HASH_SHOWN],
+        )
+    console = Console()
+    console.print(table if wanted else "nothing was asked for")
+    if len(wanted) > limit:
+        console.print(f"and {len(wanted) - limit:,} runs more")
 
 
 def _show(answer: dict[str, Any], blocks: bool) -> None:

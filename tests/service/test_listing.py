@@ -13,6 +13,7 @@ from sidecar_rig import (
     SLOT_BYTES,
     ForkedSidecar,
     disk,
+    get,
     hashes_of,
     match,
     merged,
@@ -155,6 +156,26 @@ def test_the_commands(sidecar: ForkedSidecar, tmp_path: Path) -> None:
     code, out, err = run_command(tmp_path, "ls", "--tier", "dsk", *where)
     assert (code, out) == (2, "")
     assert err.startswith("kvstore: unknown tier")
+
+
+def test_runs_that_were_asked_for(sidecar: ForkedSidecar, tmp_path: Path) -> None:
+    with Client(sidecar.socket, NAMESPACE, token="token-a", wait_ready_s=30.0) as client:
+        assert len(get(client, hashes_of("token-a", 5))[0]) == 5
+    where = ("--url", sidecar.url, "--token", ADMIN, "--prefixes", "--tenant", "team-a")
+
+    def run() -> dict[str, Any]:
+        _, out, _ = run_command(tmp_path, "ls", *where, "--json")
+        listed: dict[str, Any] = json.loads(out)
+        return listed
+
+    wait_until(lambda: run()["prefixes"], "the run")
+    report = run()
+    assert sum(chain["blocks"] for chain in report["prefixes"]) == 5
+    assert report["prefixes"][0]["held"]["l2"] >= 1
+    code, out, _ = run_command(tmp_path, "ls", *where)
+    assert code == 0
+    assert "team-a" in out
+    assert run_command(tmp_path, "ls", *where, "--blocks")[0] == 2
 
 
 def test_what_is_cleared_is_gone_and_nothing_without_a_yes(tmp_path: Path) -> None:
