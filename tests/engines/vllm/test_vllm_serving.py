@@ -164,16 +164,18 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def test_two_nodes_joined_by_a_shared_tier(
     shared: str, model: Path, tmp_path: Path, engine: Engine
 ) -> None:
-    nodes = []
-    for name in ("one", "two"):
+    def node(name: str) -> Sidecar:
         (tmp_path / name).mkdir()
-        nodes.append(Sidecar(tmp_path / name, "--l2", "32MiB", "--slot", "128KiB", config=shared))
+        return Sidecar(tmp_path / name, "--l2", "32MiB", "--slot", "128KiB", config=shared)
+
     prompts = [tokens(10 + number, 100 + 90 * number) for number in range(6)]
+    nodes = [node("one")]
     engine.start(model, kv_transfer_config=patient(nodes[0].socket))
     cold = engine.generate(prompts, tokens=8)
     engine.ask("settle")
     request = urllib.request.Request(f"{nodes[0].url}/v1/flush", method="POST")
     urllib.request.urlopen(request, timeout=LIMIT_S).close()
+    nodes.append(node("two"))
     engine.start(model, kv_transfer_config=patient(nodes[1].socket))
     warm = engine.generate(prompts, tokens=8)
     assert [each["cached"] for each in warm] == [full_blocks(prompt) for prompt in prompts]
