@@ -53,7 +53,7 @@ Prefetch = Annotated[
     typer.Option(
         help="How a request waits for the tier below: always (for all that is held), never (it "
         "computes all that L1 lacks), or a policy of the store: best_effort, wait_complete, "
-        "timeout. Several compare them."
+        "timeout, adaptive. Several compare them."
     ),
 ]
 Engines = Annotated[

@@ -28,8 +28,10 @@ from kvstore.tiers.policies.prefetch import DEFAULT_CAP_MS, Timeout, Verdict
 
 QUANTUM_TOKENS: Final = 64
 """Fewer are not computed in a step of their own while more is to come."""
-GAIN_MIN: Final = 0.03
-"""What computing beside a load, or loading beside computing, must spare to be worth it."""
+LOAD_GAIN_MIN: Final = 0.03
+"""What loading beside computing must spare to be worth it."""
+COMPUTE_GAIN_MIN: Final = 0.1
+"""What computing beside a load must spare: more, since a step begun is not cut short."""
 STEP_WASTE: Final = 1.1
 """How much longer a prefill in two steps may take than in one to be cut in two."""
 LATE: Final = 1.5
@@ -146,9 +148,9 @@ class Adaptive:
             return longest_s
 
         best, both_s = meet(blocks, computing_s, loading_s)
-        if computing_s(blocks) <= both_s * (1 + GAIN_MIN):
+        if computing_s(blocks) <= both_s * (1 + LOAD_GAIN_MIN):
             return self._without(blocks, quantum, outlook.explores)
-        if not best or loading_s(0) <= both_s * (1 + GAIN_MIN):
+        if not best or loading_s(0) <= both_s * (1 + COMPUTE_GAIN_MIN):
             # Nobody knows when what is late will come; to compute meanwhile costs a step at most.
             patience_s = computing_s(quantum) / 2
             late = any(self._late(tier, outlook, patience_s) for tier in remaining)
