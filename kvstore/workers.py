@@ -71,6 +71,7 @@ class TierWorkers:
     ) -> None:
         self.tier = tier
         self.counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
         self._slab = slab
         self._chooser = chooser
         self._dtype_of = dtype_of
@@ -253,7 +254,8 @@ class TierWorkers:
             self.tier.flush()
             flush.done = True
         except TierError as error:
-            self.counts["faults"] += 1
+            with self._counting:
+                self.counts["faults"] += 1
             log.warning("%s: flush failed: %s", self.tier.name, error)
         finally:
             flush.ended.set()
@@ -320,6 +322,13 @@ class TierWorkers:
             if self._record is not None:
                 about = {"kvstore.tier": self.tier.name, "kvstore.bytes": moved.stored_bytes}
                 self._record(f"tier {direction}", seconds, about)
+        with self._counting:
+            level = self._counted(direction, moved)
+        if level is not None:
+            log.log(level, "%s: %s failed: %s", self.tier.name, direction, moved.reason)
+
+    def _counted(self, direction: str, moved: Moved) -> int | None:
+        """Under its lock, for many workers end at once; a fault's level in the log, else None."""
         if moved.landing is Landing.ARRIVED:
             self.counts[f"{direction}s"] += direction == "probe" or bool(moved.stored_bytes)
             self.counts[f"{direction}_bytes"] += moved.stored_bytes
@@ -334,7 +343,8 @@ class TierWorkers:
             self.counts["faults"] += 1
             level = logging.DEBUG if self._faulty else logging.WARNING
             self._faulty = True
-            log.log(level, "%s: %s failed: %s", self.tier.name, direction, moved.reason)
+            return level
+        return None
 
 
 COUNTERS: Final = (
