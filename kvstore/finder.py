@@ -51,6 +51,8 @@ class Finder:
         if not rest:
             return tiers, []
         held = self._brain.held(rest, nbytes)
+        if not self._workers and True not in held:
+            return tiers, []
         behind = []
         places = zip(held, self.sources(rest, held), strict=True)
         for index, (in_l2, source) in enumerate(places, start=run):

@@ -136,7 +136,7 @@ class SessionMeter:
             return
         runs = self._open.get(hashes[0], {})
         last = hashes[-1]
-        if last not in runs:
+        if runs and last not in runs:
             # The front of a longer run; the one asked for last, where there are several.
             longer = (name for name, blocks in reversed(runs.items()) if blocks >= len(hashes))
             last = next(longer, last)
@@ -145,10 +145,13 @@ class SessionMeter:
         elif not runs:
             del self._open[hashes[0]]
 
-    def served(self, tier: str) -> None:
-        """A block was handed over."""
-        self._user.hits[tier] += self._block_tokens
-        self._meters.read_bytes[tier] += self._block_bytes
+    def served(self, tiers: Sequence[str]) -> None:
+        """Blocks were handed over, each from one of these tiers; there is one at least."""
+        hits, read_bytes = self._user.hits, self._meters.read_bytes
+        same = tiers.count(tiers[0]) == len(tiers)  # as ever, nearly: one step for all of them
+        for tier, blocks in ((tiers[0], len(tiers)),) if same else Counter(tiers).items():
+            hits[tier] += blocks * self._block_tokens
+            read_bytes[tier] += blocks * self._block_bytes
 
     def loaded(self, seconds: float) -> None:
         """A load has ended."""

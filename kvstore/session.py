@@ -327,8 +327,8 @@ class LoadBook:
             slot, tier = self._arrived.pop(len(ticket.slots))
             ticket.tiers.append(tier)
             ticket.slots.append(slot)
-            if meter is not None:
-                meter.served(tier)
+        if meter is not None and len(ticket.slots) > before:
+            meter.served(ticket.tiers[before:])
         if len(ticket.slots) == self._end and not ticket.done:
             ticket.done = True
             if meter is not None:

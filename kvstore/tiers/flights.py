@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvstore.blocks import Key
 from kvstore.tiers.plans import Flight
 from kvstore.tiers.slots import SlotTable
@@ -22,8 +24,11 @@ class FlightTable:
     def __len__(self) -> int:
         return len(self._of_key)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._of_key
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._of_key)
 
     def get(self, key: Key) -> Flight | None:
         """The flight that brings this key."""

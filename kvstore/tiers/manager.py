@@ -165,9 +165,7 @@ class Brain:
     def held(self, keys: Sequence[Key], nbytes: int) -> list[bool]:
         """For each key, whether it is READY in L2 or on its way there from a tier."""
         with self.lock:
-            return [
-                self._table.usable(key, nbytes) is not None or key in self._flights for key in keys
-            ]
+            return self._table.held(keys, nbytes, self._flights)
 
     def lacks(self, key: Key) -> bool:
         """Nobody has a block of this key in L2, nor is filling one."""

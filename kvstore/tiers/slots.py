@@ -11,7 +11,7 @@ All methods are called under the brain's lock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final, Protocol
 
 from kvstore.blocks import Key
@@ -136,6 +136,14 @@ class SlotTable:
             if block is None or not block.ready or block.nbytes != nbytes:
                 return index
         return len(keys)
+
+    def held(self, keys: Sequence[Key], nbytes: int, coming: Collection[Key]) -> list[bool]:
+        """For each key, whether its block is READY and of this size, or among those to come."""
+        found = map(self._blocks.get, keys)
+        held = [b is not None and b.ready and b.nbytes == nbytes for b in found]
+        if not coming:
+            return held
+        return [ready or key in coming for ready, key in zip(held, keys, strict=True)]
 
     def at(self, slot: int) -> Block:
         """The block in a slot that is not free."""
