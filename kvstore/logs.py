@@ -28,7 +28,8 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 MAX_FIELD_CHARS: Final = 16_384
 """Longest value of a field; a traceback's end, where the fault stands, is what is kept."""
 
-_BARE = re.compile(r"[^\s\"=\x00-\x1f\x7f]+")
+_BARE = re.compile(r"[^\s\"=\x00-\x1f\x7f-\x9f]+")
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
@@ -64,10 +65,15 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """For people at a terminal; an exception takes as many lines as it has."""
+    """For people at a terminal; an exception takes as many lines as it has. What would move the
+    terminal's cursor, or begin a line, is escaped: names come from outside."""
 
     def __init__(self) -> None:
         super().__init__("%(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = _CONTROL.sub(_escaped, record.message)
+        return super().formatMessage(record)
 
 
 FORMATS: Final[dict[str, type[logging.Formatter]]] = {
@@ -107,6 +113,10 @@ def _word(value: Any) -> str:
         return str(value).lower()
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if _BARE.fullmatch(text) else json.dumps(text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
 
 
 def _bounded(value: Any) -> Any:

@@ -2,7 +2,8 @@
 
 A *route* is a word by which a client says what its traffic is ("chat", "rag"); a client that says
 none has the route "". Labels come from outside, so there is a bound on how many are told apart:
-what comes after the first `MAX_USERS` pairs of tenant and route is counted under `OTHER`.
+after the first `MAX_USERS` pairs of tenant and route, a tenant's new ones are counted under its
+route `OTHER`, and those of tenants beyond as many again under a tenant of that name.
 
 All of it is called under the brain's lock, but for `snapshot`, which is too.
 """
@@ -57,10 +58,13 @@ class Meters:
         """From a load to the last block of its run."""
 
     def user(self, tenant: str, route: str) -> User:
-        """The counters of a tenant and route; those of all others once there are too many."""
+        """The counters of a tenant and route; once there are too many, those of all the tenant's
+        other routes, and of all other tenants once there are too many of them too."""
         name = (tenant, route)
         if name not in self._users and len(self._users) >= self._max_users:
-            name = (OTHER, OTHER)
+            name = (tenant, OTHER)
+            if name not in self._users and len(self._users) >= 2 * self._max_users:
+                name = (OTHER, OTHER)
         if name not in self._users:
             self._users[name] = User(*name)
         return self._users[name]

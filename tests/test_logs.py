@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvstore.config import LogSettings
 from kvstore.errors import ConfigError
-from kvstore.logs import MAX_FIELD_CHARS, REQUEST_ID, JsonLines, LogfmtLines, check
+from kvstore.logs import MAX_FIELD_CHARS, REQUEST_ID, JsonLines, LogfmtLines, TextLines, check
 
 
 def record_of(message: str, **fields: object) -> logging.LogRecord:
@@ -40,6 +40,23 @@ def test_a_line_is_one_line_and_reads_back(message: str, value: str) -> None:
     written = LogfmtLines().format(record)
     assert "\n" not in written
     assert "\r" not in written
+
+
+@given(st.text())
+def test_what_outsiders_call_themselves_begins_no_line_at_a_terminal(name: str) -> None:
+    record = logging.LogRecord("kvstore.x", logging.INFO, "f.py", 1, "%s joined", (name,), None)
+    line = TextLines().format(record)
+    assert line.splitlines() == [line]
+    assert not any((ord(c) < 32 and c != "\t") or 127 <= ord(c) < 160 for c in line)
+
+
+def test_a_terminals_codes_and_line_ends_are_escaped() -> None:
+    for lines in (TextLines(), LogfmtLines()):
+        written = lines.format(record_of("client \x1b[2J\nERROR all is lost \x9b1m"))
+        assert "\x1b" not in written
+        assert "\n" not in written
+    assert TextLines().format(record_of("a\nb")) == "WARNING kvstore.x: a\\nb"
+    assert "\x9b" not in LogfmtLines().format(record_of("x", name="\x9b1m"))
 
 
 def test_the_request_and_an_exception_are_in_the_line() -> None:

@@ -29,8 +29,7 @@ def test_a_run_that_waits_in_a_queue_is_counted_once() -> None:
         session.asked([A, B, C])
     assert only(meters)["asked"] == 12
     session.loading([A, B])  # the front of it
-    session.served("l2")
-    session.served("disk")
+    session.served(["l2", "disk"])
     session.asked([A, B, C])  # the next request of that prompt
     assert only(meters) == {
         "tenant": "t",
@@ -75,8 +74,8 @@ def test_hits_never_exceed_what_was_asked_for(steps: list[tuple[bool, list[bytes
     for load, run in steps:
         if load:
             session.loading(run)
-            for _ in run:
-                session.served("l2")
+            if run:
+                session.served(["l2"] * len(run))
         else:
             session.asked(run)
         user = only(meters)
@@ -96,9 +95,21 @@ def test_labels_are_bounded() -> None:
     meters = Meters(max_users=3)
     for number in range(10):
         meters.session(SPACE, f"t{number}", "r").asked([A])
-    users = meters.snapshot()["users"]
-    assert [user["tenant"] for user in users] == ["t0", "t1", "t2", OTHER]
-    assert users[-1]["asked"] == 7 * 4
+    users = [(user["tenant"], user["route"]) for user in meters.snapshot()["users"]]
+    apart = [(f"t{number}", "r") for number in range(3)]
+    assert users == [*apart, *((f"t{number}", OTHER) for number in (3, 4, 5)), (OTHER, OTHER)]
+    assert meters.snapshot()["users"][-1]["asked"] == 4 * 4
+
+
+def test_a_tenant_of_many_routes_takes_no_other_tenants_numbers() -> None:
+    meters = Meters(max_users=4)
+    for number in range(50):
+        meters.session(SPACE, "loud", f"r{number}").asked([A])
+    meters.session(SPACE, "quiet", "chat").asked([A, B])
+    asked = {(u["tenant"], u["route"]): u["asked"] for u in meters.snapshot()["users"]}
+    assert len(asked) == 6
+    assert asked["loud", OTHER] == 46 * 4
+    assert asked["quiet", OTHER] == 8
 
 
 @pytest.mark.parametrize("route", ["", "chat", "team/rag:v2.1", "a" * 64])

@@ -48,8 +48,10 @@ from kvstore.protocol import MAX_HASHES
 from kvstore.service.auth import Tenants, Unauthorised
 from kvstore.service.exposition import StoreCollector
 from kvstore.service.lanes import Lane, answer_of, busy
+from kvstore.service.origin import SameOrigin
 from kvstore.service.otel import Tracer
 from kvstore.service.requests import RequestCounts, Requests
+from kvstore.service.seen import seen_by
 from kvstore.store import Store
 
 MAX_BODY_BYTES: Final = 16 << 20
@@ -273,6 +275,7 @@ async def in_time(receiving: Coroutine[Any, Any, T], limit_s: float) -> T:
 def build_app(service: Service) -> FastAPI:
     """The application over one store, without the administrator's routes (`care.add_care`)."""
     app = FastAPI(title="kvstore sidecar", docs_url=None, redoc_url=None)
+    app.add_middleware(SameOrigin)
     app.add_middleware(Requests, counts=service.requests, tracer=service.tracer)
     _add_errors(app)
     _add_health(app, service)
@@ -301,8 +304,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/stats")
     async def stats(request: Request) -> dict[str, Any]:
-        service.tenant(request)
-        return service.stats()
+        return seen_by(service.tenants.sees(bearer(request)), service.stats())
 
 
 def _add_blocks(app: FastAPI, service: Service) -> None:

@@ -148,7 +148,12 @@ class Connection:
 
     def snapshot(self) -> dict[str, Any]:
         """For statistics."""
-        return {"about": self.about, "tickets": len(self._live)}
+        return {
+            "about": self.about,
+            "tenant": self._session.tenant,
+            "namespace": self._session.namespace.digest,
+            "tickets": len(self._live),
+        }
 
     def _read(self) -> None:
         """Handle verbs until the end of the stream, a BYE, or nonsense."""

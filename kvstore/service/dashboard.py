@@ -12,7 +12,7 @@ sidecar: a policy in its header forbids any. What it shows comes as JSON of boun
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any, Final
 
@@ -94,6 +94,8 @@ class Views:
         users = stats["use"]["users"]
         chains, more = self._prefixes.tree(MAX_CHAINS, lambda name: tenant in (None, name))
         spaces = self._store.namespaces()
+        if tenant is not None:  # another's models are not its business
+            spaces = {name: spaces[name] for name in _named(chains) if name in spaces}
         known = list(spaces.items())[-MAX_NAMESPACES:]
         return {
             "version": __version__,
@@ -187,6 +189,11 @@ def add_dashboard(app: FastAPI, service: Service, views: Views) -> None:
         if not names:
             raise HTTPException(404, "this run was not asked for of late; it is forgotten")
         return {"hashes": [each.hex() for each in names]}
+
+
+def _named(chains: Sequence[Chain]) -> list[str]:
+    """Namespaces of these chains; a tree is all of one."""
+    return list(dict.fromkeys(chain.keys[0].namespace for chain in chains))
 
 
 def _is_admin(service: Service, request: Request) -> bool:

@@ -27,6 +27,7 @@ from kvstore.service.exposition_tables import (
     COUNTER,
     HTTP_METRICS,
     L2_METRICS,
+    RELOAD_METRICS,
     SERVICE_METRICS,
     TIER_METRICS,
 )
@@ -37,7 +38,7 @@ Stats = Mapping[str, Any]
 class StoreCollector(Collector):
     """Asks for the statistics whenever Prometheus scrapes.
 
-    stats: `Store.stats()` with the service's own beside it ("service", "http").
+    stats: `Store.stats()` with the service's own beside it ("service", "http", "reloads").
     """
 
     def __init__(self, stats: Callable[[], Stats]) -> None:
@@ -71,6 +72,8 @@ class StoreCollector(Collector):
                 ["verb"],
                 [([verb], each) for verb, each in stats["service"]["verb_seconds"].items()],
             )
+        if "reloads" in stats:
+            yield from _families(RELOAD_METRICS, [({}, stats["reloads"])])
         if "http" in stats:
             yield from _families(HTTP_METRICS, [({}, stats["http"])])
             yield from _requests(stats["http"].get("requests", []))

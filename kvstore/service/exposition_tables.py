@@ -190,3 +190,27 @@ HTTP_METRICS: Final = (
         {"": "transfers_refused"},
     ),
 )
+
+RELOAD_METRICS: Final = (
+    (
+        "kvstore_config_reloads",
+        COUNTER,
+        "Times the configuration was read anew, by what came of it.",
+        "outcome",
+        {"applied": "applied", "refused": "refused"},
+    ),
+    (
+        "kvstore_config_last_reload_successful",
+        GAUGE,
+        "0 while the file is not what is in force: the last reload was refused.",
+        "",
+        {"": "in_force"},
+    ),
+    (
+        "kvstore_config_last_reload_success_timestamp_seconds",
+        GAUGE,
+        "When a reload last took effect; 0 before the first.",
+        "",
+        {"": "applied_at_s"},
+    ),
+)

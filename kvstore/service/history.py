@@ -99,7 +99,7 @@ def sample_of(stats: Mapping[str, Any], time_s: float) -> dict[str, Any]:
     l2, tiers = stats["l2"], stats["tiers"]
     return {
         "time_s": round(time_s, 1),
-        "users": [(each["tenant"], each["asked"], each["hits"]) for each in stats["use"]["users"]],
+        "users": _by_tenant(stats["use"]["users"]),
         "used": {
             "l2": l2["slots_ready"] * l2["slot_bytes"],
             **{name: int(tier.get("bytes_used", 0)) for name, tier in tiers.items()},
@@ -110,6 +110,15 @@ def sample_of(stats: Mapping[str, Any], time_s: float) -> dict[str, Any]:
             **{name: int(tier.get("evictions", 0)) for name, tier in tiers.items()},
         },
     }
+
+
+def _by_tenant(users: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, dict[str, int]]]:
+    """(tenant, tokens asked for, hits by tier): routes come from outside, and there may be many."""
+    of_tenant: dict[str, list[tuple[str, int, Mapping[str, int]]]] = {}
+    for each in users:
+        row = (each["tenant"], each["asked"], each["hits"])
+        of_tenant.setdefault(each["tenant"], []).append(row)
+    return [(tenant, *_tokens_of(rows, None)) for tenant, rows in of_tenant.items()]
 
 
 def thinned(samples: list[Any], most: int) -> list[Any]:

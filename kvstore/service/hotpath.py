@@ -32,6 +32,7 @@ from kvstore.service.auth import Tenants
 from kvstore.service.connection import Connection
 from kvstore.service.ears import Asked, Ears
 from kvstore.service.keeper import Keeper
+from kvstore.service.seen import seen_by
 from kvstore.service.sockets import set_timeouts
 from kvstore.session import Session
 from kvstore.store import Store
@@ -188,8 +189,9 @@ class HotPath:
             if message is None:
                 return None
             if message[0] == Verb.STATS_ASK and len(message) == 2:
-                self._tenants.of(message[1])
-                sock.sendall(pack(Verb.STATS, self._stats()))
+                token = message[1] if isinstance(message[1], str) else None
+                sees = self._tenants.sees(token)
+                sock.sendall(pack(Verb.STATS, seen_by(sees, self._stats())))
                 return None
             if message[0] != Verb.HELLO or len(message) != 2 or type(message[1]) is not dict:
                 raise Malformed("the first message must be a hello")

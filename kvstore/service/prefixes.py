@@ -68,7 +68,9 @@ class PrefixIndex:
     def asked(self, tenant: str, namespace: str, hashes: Sequence[bytes]) -> None:
         """A client asks for a run. From any thread; returns at once."""
         if len(self._waiting) < MAX_WAITING:
-            self._waiting.append((tenant, namespace, hashes))
+            # What waits is kept no longer than what is taken of it.
+            front = hashes if len(hashes) <= MAX_RUN else hashes[:MAX_RUN]
+            self._waiting.append((tenant, namespace, front))
         else:
             self._skipped += 1  # a statistic: two threads may lose a step
 
@@ -78,7 +80,7 @@ class PrefixIndex:
             tenant, namespace, hashes = self._waiting.popleft()
             with self._lock:
                 self._runs += 1
-                self._take(tenant, namespace, hashes[:MAX_RUN])
+                self._take(tenant, namespace, hashes)
 
     def counts(self) -> dict[str, int]:
         """blocks remembered, runs taken in, runs skipped."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -97,6 +98,8 @@ class Reloader:
         self._prepare = prepare
         self._announce = announce
         self._counts = {"applied": 0, "refused": 0}
+        self._last_s = 0.0
+        self._failed = False
         self._turn = threading.Lock()
         # A signal's handler interrupts anything; this queue is made to be filled from there.
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -115,9 +118,11 @@ class Reloader:
         """The handler of SIGHUP."""
         self._signals.put(True)
 
-    def snapshot(self) -> dict[str, int]:
-        """For statistics: how often the configuration was set anew, and was not."""
-        return dict(self._counts)
+    def snapshot(self) -> dict[str, Any]:
+        """For statistics: how often the configuration was set anew ("applied"), and was not
+        ("refused"); "in_force": whether the last try took effect (before the first: 1), and
+        "applied_at_s", when one last did (seconds since the epoch; 0: never)."""
+        return {**self._counts, "in_force": int(not self._failed), "applied_at_s": self._last_s}
 
     def reload(self) -> list[Change]:
         """Read, check, set; what is different now.
@@ -126,12 +131,14 @@ class Reloader:
         Nothing is different then.
         """
         with self._turn:
+            self._failed = True
             try:
                 changes = self._reload()
-            except ConfigError:
+            except Exception:
                 self._counts["refused"] += 1
                 raise
             self._counts["applied"] += 1
+            self._failed, self._last_s = False, time.time()
             return changes
 
     def _reload(self) -> list[Change]:

@@ -256,11 +256,38 @@ def test_the_tenant_comes_from_the_token(guarded: ForkedSidecar) -> None:
         assert (status, found["contains"]) == (200, [has])
     assert call(guarded, "POST", "/v1/contains", asked)[0] == 401
     assert call(guarded, "GET", "/v1/stats")[0] == 401
-    assert call(guarded, "GET", "/v1/stats", token="token-a")[0] == 200
+    for token in ("token-a", ADMIN):
+        assert call(guarded, "GET", "/v1/stats", token=token)[0] == 200
     for path in ("/v1/flush", "/v1/clear?tier=all"):
         assert call(guarded, "POST", path)[0] == 401
         assert call(guarded, "POST", path, token="token-a")[0] == 401
         assert call(guarded, "POST", path, token=ADMIN)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Sec-Fetch-Site": "cross-site", "Origin": "https://elsewhere.example"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({"Origin": "https://elsewhere.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "{own}"}, 200),
+        ({}, 200),
+        # A page of another site cannot add this.
+        ({"Origin": "https://elsewhere.example", "Authorization": "Bearer x"}, 200),
+    ],
+)
+def test_pages_of_other_sites_do_nothing_by_a_visitors_browser(
+    sidecar: ForkedSidecar, headers: dict[str, str], status: int
+) -> None:
+    given = {name: value.replace("{own}", sidecar.url) for name, value in headers.items()}
+    for path in ("/v1/clear?tier=l2", "/v1/flush"):
+        connection = open_to(sidecar)
+        connection.request("POST", path, headers=given)
+        assert connection.getresponse().status == status
+        connection.close()
 
 
 def test_transfers_are_bounded(sidecar: ForkedSidecar) -> None:

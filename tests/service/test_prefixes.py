@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstore.blocks import Key
 from kvstore.service.dashboard import quantile_s
 from kvstore.service.history import MAX_POINTS, History, sample_of, thinned
-from kvstore.service.prefixes import MAX_WAITING, Chain, PrefixIndex
+from kvstore.service.prefixes import MAX_RUN, MAX_WAITING, Chain, PrefixIndex
 
 
 def everybody(tenant: str) -> bool:
@@ -167,3 +167,31 @@ def test_quantiles() -> None:
     assert quantile_s(histogram, 0.75) == 1.5
     assert quantile_s({**histogram, "counts": [0, 0, 0, 5], "count": 5}, 0.5) == 4.0
     assert quantile_s({**histogram, "counts": [0, 0, 0, 0], "count": 0}, 0.5) == 0.0
+
+
+def test_a_run_longer_than_is_taken_does_not_wait_whole() -> None:
+    index = PrefixIndex()
+    index.asked("t", "n", [b"%d" % number for number in range(MAX_RUN + 500)])
+    [(_, _, waiting)] = index._waiting
+    assert len(waiting) == MAX_RUN
+    index.digest()
+    assert index.counts()["blocks"] == MAX_RUN
+
+
+def test_a_sample_does_not_grow_with_routes() -> None:
+    users = [
+        {
+            "tenant": f"t{number % 2}",
+            "route": f"r{number}",
+            "asked": 4,
+            "hits": {"l2": 1, "disk": 2},
+        }
+        for number in range(100)
+    ]
+    stats = {
+        "l2": {"slots_ready": 1, "slot_bytes": 8, "evictions": 0},
+        "tiers": {},
+        "use": {"users": users},
+    }
+    each = (200, {"l2": 50, "disk": 100})
+    assert sample_of(stats, 1.0)["users"] == [("t0", *each), ("t1", *each)]

@@ -237,7 +237,7 @@ def test_what_cannot_be_or_is_wrong_changes_nothing(
     for word in words:
         assert word in str(caught.value)
     after = running.stats()["reloads"]
-    assert after == {"applied": before["applied"], "refused": before["refused"] + 1}
+    assert after == {**before, "refused": before["refused"] + 1, "in_force": 0}
     running.hang_up("not reloaded: ")
     assert changed(running.reload(limits={"flush_ms": 4321})) == {"limits.flush_ms": 4321.0}
 
@@ -252,6 +252,25 @@ def test_a_file_that_is_gone_or_no_toml_changes_nothing(running: Running) -> Non
         running.hang_up("not reloaded: config file")
         running.write()
     assert running.reload()["changed"] == []
+
+
+def test_reloads_are_metrics(running: Running) -> None:
+    def told() -> dict[str, str]:
+        with urllib.request.urlopen(f"{running.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return dict(line.rsplit(" ", 1) for line in lines if line.startswith("kvstore_config_"))
+
+    running.reload(limits={"flush_ms": 1111})
+    good = told()
+    assert good["kvstore_config_last_reload_successful"] == "1.0"
+    assert float(good["kvstore_config_last_reload_success_timestamp_seconds"]) > 1e9
+    with pytest.raises(ConfigError):
+        running.reload(limits={"flush_ms": "soon"})
+    bad = told()
+    assert bad["kvstore_config_last_reload_successful"] == "0.0"
+    for outcome, more in (("applied", 0), ("refused", 1)):
+        name = f'kvstore_config_reloads_total{{outcome="{outcome}"}}'
+        assert float(bad[name]) == float(good[name]) + more
 
 
 def test_many_signals_at_once_are_harmless(running: Running) -> None:
