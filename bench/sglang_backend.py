@@ -8,8 +8,9 @@ backend never syncs, so this bench syncs its files. "cold" has nothing in memory
 dropped for the files, L2 is emptied for kvstore, whose disk tier reads past the page cache.
 
     python bench/sglang_backend.py [--pages 256] [--rounds 3] [--folder DIR] [--json]
+    python bench/sglang_backend.py --steps  # of one read: decode, verify, copy to the pool
 
-Needs SGLang (.ci/engines-sglang installs it). Of each figure the best round is shown.
+Needs SGLang (.ci/engines sglang installs it). Of each figure the best round is shown.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from typing import Any
 
 import torch
 
+from kvstore import codecs
+from kvstore.connectors.sglang.copies import Copies
+from kvstore.frame import aligned_buffer, checksum
 from kvstore.testing.processes import Sidecar
 
 LAYERS, TOKENS, HEADS, WIDTH = 32, 16, 8, 128
@@ -274,6 +278,35 @@ def best(rows: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
+def steps_ms() -> dict[str, float]:
+    """Milliseconds of one thread's CPU for each step of a compressed page's way to the host pool;
+    the least of many. The pages are normal noise: real KV compresses a little better."""
+    pool = HostPool(16)
+    noise = torch.Generator().manual_seed(1)
+    pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=noise, dtype=torch.float32))
+    codec = codecs.open("zstd-planes/2")
+    raw, slot = aligned_buffer(PAGE_BYTES), aligned_buffer(PAGE_BYTES)
+    packed = aligned_buffer(codec.bound(PAGE_BYTES))
+    times: dict[str, list[float]] = {"decode": [], "verify": [], "copy": []}
+    for number in range(64):
+        first = torch.arange(TOKENS) + number % 16 * TOKENS
+        page = list(zip(*pool.get_page_buffer_meta(first), strict=True))
+        copies = Copies(1)
+        copies.to_slots([raw], [page])
+        stored = codec.encode(raw, packed)
+        calls: dict[str, Callable[[], Any]] = {
+            "decode": lambda: codec.decode(packed[:stored], slot),  # noqa: B023 (called at once)
+            "verify": lambda: checksum(slot),
+            "copy": lambda: copies.to_host([slot], [page]),  # noqa: B023
+        }
+        for name, call in calls.items():
+            start = time.thread_time()
+            call()
+            times[name].append((time.thread_time() - start) * 1e3)
+        copies.close()
+    return {name: min(each) for name, each in times.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pages", type=int, default=256)
@@ -282,10 +315,14 @@ def main() -> None:
         "--folder", help="where both keep their files; the default's disk is /tmp's"
     )
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--steps", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)  # several wait for one another where other work runs
     if importlib.util.find_spec("torchvision") is None:
         sys.path.append(str(STANDINS))
+    if options.steps:
+        print(json.dumps(steps_ms()))
+        return
     rows = run(options.pages, options.rounds, options.folder)
     if options.json:
         print(json.dumps({"rows": rows, "page_bytes": PAGE_BYTES, "pages": options.pages}))

@@ -191,18 +191,27 @@ class CatalogView:
         filters = memoryview(mapped)[_HEADER + buckets * WAYS * 8 :]
         self._halves = (filters[:cells], filters[cells : 2 * cells])
         self._buckets, self._cells = buckets, cells
+        self._first, self._second = (np.uint64(salt) for salt in self._salts)
+        self._mask = np.uint64(buckets - 1)
 
     def run(self, hashes: Sequence[bytes]) -> int:
         """How many of these blocks, from the first on, are shown: READY in L2."""
         size = len(hashes[0]) if hashes else 0
         if size < SALT_BYTES or size % 8 or len(set(map(len, hashes))) > 1:
             return next((n for n, name in enumerate(hashes) if not self.shows(name)), len(hashes))
-        rows = np.frombuffer(b"".join(hashes), np.uint64).reshape(len(hashes), size // 8)
-        first, second = self._salts
-        marks = rows[:, 0] ^ np.uint64(first)
-        places = (rows[:, 1] ^ np.uint64(second)) & np.uint64(self._buckets - 1)
-        shown = (self._shown[places] == marks[:, None]).any(axis=1)
-        return len(hashes) if shown.all() else int(shown.argmin())
+        return self.run_of(b"".join(hashes), size)
+
+    def run_of(self, joined: bytes, size: int) -> int:
+        """`run` of hashes of `size` bytes each, one after another; size: a multiple of 8, from 16
+        on."""
+        rows = np.frombuffer(joined, np.uint64).reshape(-1, size // 8)
+        marks = rows[:, 0] ^ self._first
+        places = (rows[:, 1] ^ self._second) & self._mask
+        same = self._shown.take(places.view(np.int64), axis=0) == marks[:, None]
+        if np.count_nonzero(same) == len(rows):  # no mark stands in its bucket twice
+            return len(rows)
+        shown = same.any(axis=1)
+        return len(rows) if shown.all() else int(shown.argmin())
 
     def shows(self, name: bytes) -> bool:
         """Whether this block is READY in L2."""

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from kvstore.blocks import Namespace
 from kvstore.errors import ConfigError, TierUnavailable
-from kvstore.link import MAX_OUTBOUND_BYTES, NO_SLAB, Link, check_slots, dial
+from kvstore.link import MAX_OUTBOUND_BYTES, NO_SLAB, SHOWN, Link, dial, grow
 from kvstore.metrics import check_route
 from kvstore.protocol import MAX_HASHES, MAX_TICKETS, Malformed, Verb, check_number, pack
 from kvstore.verbs import Load, Match, Save, SlotBuffer, Ticket
@@ -41,6 +41,8 @@ HELLO_LIMIT_S: Final = 5.0
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_CAP_S: Final = 1.0
 COUNTS: Final = ("links", "asked", "unasked", "known", "given_up", "hangs")
+MOVED_MAX: Final = 2 * MAX_TICKETS
+"""Tickets kept for a poll; of a caller that never polls, the longest waiting are let go."""
 CLOSE_LIMIT_S: Final = 1.0
 """How long `close` lets the sidecar read what was sent before."""
 
@@ -132,12 +134,17 @@ class Client:
         if known is None:
             self._ask(Verb.MATCH, ticket)
             return ticket
-        ticket.tiers.extend(known)
+        ticket.tiers.extend([SHOWN] * known)
         self.note(lambda: ticket.hashes)
         with self._changed:
-            self._counts["known"] += 1
             self._end(ticket, "")
         return ticket
+
+    def known(self, joined: bytes, size: int) -> int | None:
+        """Length of the run of these blocks that is held, as far as that is certain without asking,
+        of hashes of `size` bytes (`CatalogView.run_of`) one after another; or None."""
+        link = self._link
+        return None if link is None or link.hung else link.known_of(joined, size)
 
     def states(self, hashes: Sequence[bytes]) -> list[bool | None]:
         """For each block whether it is held, as far as that is certain without asking; or None."""
@@ -146,6 +153,7 @@ class Client:
 
     def note(self, run: Callable[[], Sequence[bytes]]) -> None:
         """Have the sidecar hear, with the next verb, of a run that was asked for without it."""
+        self._counts["known"] += 1
         if (link := self._link) is not None:
             link.note(run)
 
@@ -297,6 +305,8 @@ class Client:
         ticket.fault = fault
         ticket.done = True
         self._moved[ticket.ticket_id] = ticket
+        if len(self._moved) > MOVED_MAX:
+            del self._moved[next(iter(self._moved))]
         self._changed.notify_all()
 
     def _give_up(self, link: Link, fault: str) -> None:
@@ -392,19 +402,7 @@ class Client:
     def _update(self, ticket: Ticket, message: list[Any], link: Link) -> None:
         """Let one ticket grow by what an update says. Under the lock; `done` is written last."""
         _, number, done, fault, *rest = message
-        if isinstance(ticket, Match):
-            ticket.tiers.extend(rest[0])
-            ticket.behind = rest[1]
-        elif isinstance(ticket, Load):
-            tiers, slots = rest
-            check_slots(slots, len(tiers), link)
-            ticket.tiers.extend(tiers)
-            ticket.slots.extend(slots)
-        elif isinstance(ticket, Save):
-            flat, dropped = rest
-            check_slots(flat[1::2], len(flat) // 2, link)
-            ticket.grants.extend(zip(flat[::2], flat[1::2], strict=True))
-            ticket.dropped = dropped
+        grow(ticket, rest, link)
         ticket.fault = fault
         ticket.done = bool(done)
         if done and isinstance(ticket, Match):

@@ -30,12 +30,15 @@ from kvstore.protocol import (
     hello,
     pack,
 )
+from kvstore.verbs import Load, Match, Save, Ticket
 
 MAX_OUTBOUND_BYTES: Final = 16 << 20
 """Bytes waiting for the writer above which a client asks nothing new. Hand-backs still pass: there
 are no more of them than outstanding tickets."""
-NOTES_MAX: Final = 16
-"""Runs answered by the catalogue that the sidecar is still to hear of."""
+NOTES_DUE: Final = 16
+"""Runs answered by the catalogue that wait for the next verb; with more, the writer sends them."""
+NOTES_MAX: Final = 256
+"""Such runs kept while the sidecar is slow to read; the oldest are let go."""
 SHOWN: Final = "l2"
 """The tier of what the catalogue shows."""
 
@@ -88,7 +91,7 @@ class Link:
         self.waiting_since_s: float | None = None
         self.pinged = False
         self.outbound_bytes = 0
-        self._notes: deque[Callable[[], Sequence[bytes]]] = deque()
+        self._notes: deque[Callable[[], Sequence[bytes]]] = deque(maxlen=NOTES_MAX)
         self._pending: deque[bytes] = deque()
         self._writing = False
         self._broken = False
@@ -122,14 +125,14 @@ class Link:
         while True:
             with self._out:
                 self._writing = False
-                while not self._finished and not self._pending:
+                while not (self._finished or self._pending or self._notes_due()):
                     self._out.wait()
-                if not self._pending:
+                if not self._pending and not self._notes_due():
                     break
-                data = self._pending.popleft()
+                data = self._pending.popleft() if self._pending else b""
                 self._writing = True
             try:
-                self.sock.sendall(data)
+                self.sock.sendall(data or self.noted())
             except OSError:
                 with self._out:
                     self._pending.clear()
@@ -140,14 +143,23 @@ class Link:
         self.sock.close()
         self.slab.close()
 
-    def known(self, hashes: Sequence[bytes]) -> list[str] | None:
-        """Tiers of the run as the catalogue tells it; None where the sidecar has to be asked: for
+    def known(self, hashes: Sequence[bytes]) -> int | None:
+        """Length of the run as the catalogue tells it; None where the sidecar has to be asked: for
         what lies in a tier, and for what a commit of ours, still under way, may have changed."""
         if self.catalog is None or not hashes:
             return None
         run = self.catalog.run(hashes)
         certain = run == len(hashes) or self.states(hashes[run : run + 1]) == [False]
-        return [SHOWN] * run if certain else None
+        return run if certain else None
+
+    def known_of(self, joined: bytes, size: int) -> int | None:
+        """`known` of hashes of `size` bytes each (see `CatalogView.run_of`), one after another."""
+        if self.catalog is None or not joined:
+            return None
+        run = self.catalog.run_of(joined, size)
+        end = run * size
+        certain = end == len(joined) or self.states([joined[end : end + size]]) == [False]
+        return run if certain else None
 
     def states(self, hashes: Sequence[bytes]) -> list[bool | None]:
         """For each block whether the catalogue shows it, or says that it is nowhere; None where it
@@ -164,22 +176,24 @@ class Link:
         return states
 
     def note(self, run: Callable[[], Sequence[bytes]]) -> None:
-        """Keep a run that the catalogue answered until the next verb, or until there are many. One
-        that a sidecar that does not read would never hear of is let go."""
-        if self.outbound_bytes > MAX_OUTBOUND_BYTES:
-            return
+        """Keep a run that the catalogue answered until the next verb, or until there are many: the
+        caller, who asked because that costs nothing, does not pack them."""
         self._notes.append(run)
-        if len(self._notes) >= NOTES_MAX:
-            self.send(self.noted())
+        if len(self._notes) >= NOTES_DUE:
+            with self._out:
+                self._out.notify()
 
     def noted(self) -> bytes:
-        """The runs kept, as messages that the sidecar is to hear before the next verb."""
-        messages = []
+        """Runs kept, as messages that the sidecar is to hear before the next verb."""
+        messages: list[bytes] = []
         with contextlib.suppress(IndexError):  # somebody else may take them too
-            while True:
+            while len(messages) < NOTES_DUE:
                 run = self._notes.popleft()
                 messages.append(pack(Verb.ASKED, run()[:MAX_HASHES]))
         return b"".join(messages)
+
+    def _notes_due(self) -> bool:
+        return len(self._notes) >= NOTES_DUE and not self._broken
 
     def stop_reading(self) -> None:
         """Wake whoever blocks in a read, as at the stream's end. What is queued is still sent."""
@@ -286,7 +300,27 @@ def _welcome(message: list[Any] | None, path: str) -> dict[str, Any]:
     return about
 
 
-def check_slots(slots: Sequence[Any], right: int, link: Link) -> None:
+def grow(ticket: Ticket, news: Sequence[Any], link: Link) -> None:
+    """Enter what an update brings into its ticket, all but its end.
+
+    Raises Malformed, or ValueError, TypeError, IndexError: it is no update of such a ticket.
+    """
+    if isinstance(ticket, Match):
+        ticket.tiers.extend(news[0])
+        ticket.behind = news[1]
+    elif isinstance(ticket, Load):
+        tiers, slots = news
+        _check_slots(slots, len(tiers), link)
+        ticket.tiers.extend(tiers)
+        ticket.slots.extend(slots)
+    elif isinstance(ticket, Save):
+        flat, dropped = news
+        _check_slots(flat[1::2], len(flat) // 2, link)
+        ticket.grants.extend(zip(flat[::2], flat[1::2], strict=True))
+        ticket.dropped = dropped
+
+
+def _check_slots(slots: Sequence[Any], right: int, link: Link) -> None:
     """Slots named by an update must lie in the link's slab, one for each block."""
     if len(slots) != right:
         raise Malformed("an update whose lists differ in length")

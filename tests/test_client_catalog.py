@@ -45,7 +45,7 @@ def sidecar(tmp_path: Path) -> Iterator[ForkedSidecar]:
 
 
 def connect(sidecar: ForkedSidecar) -> Client:
-    client = Client(sidecar.socket, NAMESPACE, wait_ready_s=LIMIT_S)
+    client = Client(sidecar.socket, NAMESPACE, wait_ready_s=LIMIT_S, reply_limit_s=LIMIT_S)
     wait_until(lambda: client.states([b"x" * 32]) == [False], "the catalogue is filled")
     return client
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import settings as given_settings
 from hypothesis import strategies as st
 from sglang_rig import config
 
@@ -135,6 +136,7 @@ def pages(draw: st.DrawFn) -> tuple[int, list[list[tuple[int, int]]]]:
     ]
 
 
+@given_settings(deadline=None)
 @given(pages(), st.randoms(use_true_random=False))
 def test_pages_and_slots_hold_the_same_bytes(
     case: tuple[int, list[list[tuple[int, int]]]], rng: random.Random
@@ -230,6 +232,7 @@ def test_closing_waits_for_calls_under_way_and_refuses_others() -> None:
     assert answers == [1]
 
 
+@given_settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=12), st.integers(1, 4))
 def test_trailing_lengths(held: list[bool], window: int) -> None:
     naive = [

@@ -7,6 +7,7 @@ happen inside a call, and reads a batch only up to its first False.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,7 +29,7 @@ from kvstore.connectors.sglang.settings import (
     check_parallel,
     check_version,
 )
-from kvstore.connectors.sglang.shelves import KV, Shelves
+from kvstore.connectors.sglang.shelves import KV, MEASURED_MAX, Shelves
 
 log = logging.getLogger("sglang.kvstore")
 
@@ -195,10 +196,11 @@ class KVStoreBackend(HiCacheStorage):
             (self._shelves.read, metrics.prefetch_pgs, metrics.prefetch_bandwidth),
             (self._shelves.written, metrics.backup_pgs, metrics.backup_bandwidth),
         ):
-            for _ in range(len(done)):
-                count, gb_per_s = done.popleft()
-                pages.append(count)
-                rates.append(gb_per_s)
+            with contextlib.suppress(IndexError):  # empty; another thread may take them too
+                for _ in range(MEASURED_MAX):
+                    count, gb_per_s = done.popleft()
+                    pages.append(count)
+                    rates.append(gb_per_s)
         return metrics
 
     def close(self) -> None:

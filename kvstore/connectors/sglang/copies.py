@@ -9,11 +9,14 @@ addresses are its own after that.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
+
+from kvstore.errors import ConfigError
 
 Extents = Sequence[tuple[int, int]]
 """(address, bytes) of the parts of one page, in the order in which a block holds them."""
@@ -38,12 +41,27 @@ class Grid:
 
 
 class Copies:
-    """Threads that copy. `threads`: how many copy one batch, the calling one among them."""
+    """Threads that copy. `threads`: how many copy one batch, the calling one among them.
+
+    All are started here: one that could not be started in the middle of a batch would leave its
+    part in the queue, to be copied when the slots are another's.
+
+    Raises ConfigError: the system starts no more threads.
+    """
 
     def __init__(self, threads: int) -> None:
         assert threads >= 1, f"{threads} threads"
         self._threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="kvstore-copies")
+        met = threading.Barrier(threads)
+        try:
+            for _ in range(threads - 1):
+                self._pool.submit(met.wait)
+        except RuntimeError as error:
+            met.abort()
+            self._pool.shutdown()
+            raise ConfigError(f"copy_threads = {threads}: {error}; fewer are right") from None
+        met.wait()
 
     def to_host(self, slots: Sequence[memoryview], pages: Sequence[Extents]) -> None:
         """Copy the front of each slot to its page's extents."""

@@ -50,6 +50,14 @@ class Desk:
         self._client.note(run)
         return True
 
+    def known(self, joined: bytes, size: int, run: Callable[[], Sequence[bytes]]) -> int | None:
+        """Length of a run that is held, where that is certain without a word to the store, which is
+        told of the run later; else None. joined: its hashes, `size` bytes each."""
+        known = None if self._client is None else self._client.known(joined, size)
+        if known is not None and self._client is not None:
+            self._client.note(run)
+        return known
+
     def states(self, hashes: Sequence[bytes]) -> list[bool | None]:
         """For each block whether the store holds it, as far as that is known without a word to it;
         None where it is not."""

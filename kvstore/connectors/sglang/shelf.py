@@ -39,14 +39,18 @@ def hashes_of(keys: Sequence[str]) -> list[bytes]:
     They are SGLang's own chain over the tokens before a page, and opaque here: two keys that differ
     in any letter are two hashes.
     """
+    joined = joined_of(keys)
+    return list(_split(len(keys)).unpack(joined)) if joined else [_hash_of(key) for key in keys]
+
+
+def joined_of(keys: Sequence[str]) -> bytes:
+    """The hashes of keys that are 64 hex digits each, one after another; nothing of other keys."""
     text = "".join(keys)
     try:
         raw = bytes.fromhex(text)
     except ValueError:
-        return [_hash_of(key) for key in keys]
-    if raw.hex() != text or set(map(len, keys)) != {2 * HASH_BYTES}:
-        return [_hash_of(key) for key in keys]
-    return list(_split(len(keys)).unpack(raw))
+        return b""
+    return raw if raw.hex() == text and set(map(len, keys)) == {2 * HASH_BYTES} else b""
 
 
 @functools.lru_cache(maxsize=256)
@@ -89,7 +93,8 @@ class Shelf:
         """
         if not keys or self._desk.lacks(_hash_of(keys[0]), lambda: hashes_of(keys)):
             return 0
-        return self._run(hashes_of(keys), self._until(0))
+        known = self._desk.known(joined_of(keys), HASH_BYTES, lambda: hashes_of(keys))
+        return self._run(hashes_of(keys), self._until(0)) if known is None else known
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
         """For each page whether the store holds it, whatever stands before it. One trip for those
@@ -142,10 +147,12 @@ class Shelf:
         hashes = hashes_of(keys)
         kept = 0
         if self._fits(pages):
+            last_s = time.monotonic() + self._deadline.cap_ms / 1e3
             deadline_s = self._until(len(keys) * self.namespace.block_bytes)
             slab = self._desk.slab
             kept = self._write_all(hashes, pages, deadline_s)
-            heard = kept and self._desk.confirm(max(deadline_s, self._until(0)))
+            # What is written by then is worth a word more, within the cap.
+            heard = kept and self._desk.confirm(min(last_s, max(deadline_s, self._until(0))))
             if not heard or self._desk.slab is not slab:
                 kept = 0  # said to a sidecar that is gone, or does not answer
         self._count(kept=kept, not_kept=len(keys) - kept)

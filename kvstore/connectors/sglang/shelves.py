@@ -75,13 +75,17 @@ class Shelves:
         self._lock = threading.Lock()
         self._pools: dict[str, HostPool] = {}
         self._shelves: dict[tuple[str, str], Shelf] = {}
+        self._replaced: list[Shelf] = []
         self._embedded: Store | None = None
         self.read: deque[tuple[int, float]] = deque(maxlen=MEASURED_MAX)
         """(pages, GB/s) of batches read; `written` of batches written."""
         self.written: deque[tuple[int, float]] = deque(maxlen=MEASURED_MAX)
 
     def add(self, pool: Any, name: str) -> None:
-        """A host pool that pages will be moved of.
+        """A host pool that pages will be moved of; it takes the place of one of the same name.
+
+        What another thread still reads or writes for that one ends as it began: its shelf is closed
+        with all others.
 
         Raises ConfigError: the sidecar refuses its namespace, or a page is larger than a slot.
         """
@@ -90,7 +94,7 @@ class Shelves:
             if known is not None and known.pool is pool:
                 return
             for key in [key for key in self._shelves if key[0] == name]:
-                self._shelves.pop(key).close()
+                self._replaced.append(self._shelves.pop(key))
             self._pools[name] = HostPool(pool, name)
         if self._pools[name].holds_bytes:
             self._shelf(name, self._order if name == KV else self._side_order(name))
@@ -269,9 +273,10 @@ class Shelves:
     def close(self) -> None:
         """No call is under way."""
         with self._lock:
-            for shelf in self._shelves.values():
+            for shelf in (*self._shelves.values(), *self._replaced):
                 shelf.close()
             self._shelves.clear()
+            self._replaced.clear()
             if self._embedded is not None:
                 self._embedded.close()
                 self._embedded = None

@@ -28,7 +28,7 @@ def absent() -> str:
     try:
         importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
-        return "SGLang is not installed (.ci/engines-sglang installs it)"
+        return "SGLang is not installed (.ci/engines sglang installs it)"
     return "" if DRIVER.exists() else f"no driver at ../shared/conformance/{DRIVER.name}"
 
 
