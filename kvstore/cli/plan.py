@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,6 +80,12 @@ def plan(
     l3_speed: options.L3Speed = options.L3_SPEED,
     l3_latency: options.L3Latency = options.L3_LATENCY,
     gpu_hour: options.GpuHour = 0.0,
+    ram_gb_month: Annotated[
+        float, typer.Option(help="Price of 1 GB of RAM for a month, in dollars.")
+    ] = 0.0,
+    disk_gb_month: Annotated[
+        float, typer.Option(help="Price of 1 GB of disk for a month, in dollars.")
+    ] = 0.0,
     tokenizer: options.TokenizerPath = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -121,11 +128,17 @@ def plan(
     }
     if trace is not None and traffic is not None:
         raise ConfigError("--trace and --traffic are two descriptions of one traffic; give one")
-    if engines < 1 or decode_rate <= 0 or gpu_hour < 0 or not 0 < gpu_utilisation <= 1:
+    figures = (decode_rate, gpu_hour, ram_gb_month, disk_gb_month)
+    if not 1 <= engines <= shaping.ENGINES_MAX or not decode_rate > 0:
         raise ConfigError(
-            "--engines from 1 on, --decode-rate above 0, --gpu-hour from 0 on and "
-            "--gpu-utilisation above 0 and up to 1 are right"
+            f"--engines from 1 to {shaping.ENGINES_MAX} and --decode-rate above 0 are right"
         )
+    if not all(0 <= figure < math.inf for figure in figures):
+        raise ConfigError(
+            "--decode-rate, --gpu-hour, --ram-gb-month and --disk-gb-month are numbers from 0 on"
+        )
+    if not 0 < gpu_utilisation <= 1:
+        raise ConfigError(f"--gpu-utilisation is {gpu_utilisation}; above 0 and up to 1 is right")
     costs = shaping.Speeds(prefill_rate, l2_speed, l3_speed, l3_latency)
     with shaping.progress_bar() as progress:
         requests = planned.requests_of(trace, traffic, block_tokens, tokenizer, progress)
@@ -155,6 +168,7 @@ def plan(
                 left_bytes=report.get("budget", {}).get("left_bytes", 0),
                 engines=engines,
                 gpu_hour=gpu_hour,
+                gb_month={"ram": ram_gb_month, "disk": disk_gb_month},
                 report=progress,
             )
     if as_json:

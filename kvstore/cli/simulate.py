@@ -91,8 +91,10 @@ def simulate(
     for name, value in {"--bytes-per-token": bytes_per_token, "--page-tokens": page_tokens}.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
-    if engines < 0 or gpu_hour < 0:
-        raise ConfigError("--engines and --gpu-hour must not be negative")
+    if not 0 <= engines <= shaping.ENGINES_MAX or not 0 <= gpu_hour < float("inf"):
+        raise ConfigError(
+            f"--engines from 0 to {shaping.ENGINES_MAX} and --gpu-hour from 0 on are right"
+        )
     policies = product(
         shaping.names(eviction, EVICTION_POLICIES, "eviction policy"),
         shaping.names(write, WRITE_POLICIES, "write policy"),

@@ -17,6 +17,8 @@ REQUESTS_MAX: Final = 20_000
 """Requests of a trace that a plan looks at, from its start; `kvstore simulate` takes them all."""
 BLOCKS_MAX: Final = 100_000
 """Blocks asked for by the requests that a plan looks at: it replays them some twenty times."""
+MONTH_S: Final = 365 * 24 * 3600 / 12
+"""Of a mean month."""
 
 Figures = dict[str, Any]
 
@@ -109,6 +111,23 @@ def worth(figures: Figures, traffic: Traffic, *, gpus: int, gpu_hour: float) -> 
         "usd_per_million_tokens": dollars_per_million_tokens(saved_s + spent_s, tokens, gpu_hour),
         "usd_saved_per_million_tokens": dollars_per_million_tokens(saved_s, tokens, gpu_hour),
         "usd_per_million_tokens_hit": dollars_per_million_tokens(saved_s, hit_tokens, gpu_hour),
+    }
+
+
+def net_of_tiers(saving: Figures, traffic: Traffic, month: float) -> Figures:
+    """What is saved per million prompt tokens, less what the tiers cost meanwhile; None where the
+    traffic takes no time.
+
+    saving: of `worth`. month: dollars a month for all tiers, paid however many tokens come.
+    """
+    millions, cost, net = traffic.input_tokens / 1e6, None, None
+    if traffic.seconds and millions:
+        cost = month * traffic.seconds / MONTH_S / millions
+        net = saving["usd_saved_per_million_tokens"] - cost
+    return {
+        "usd_tiers_per_month": month,
+        "usd_tiers_per_million_tokens": cost,
+        "usd_net_per_million_tokens": net,
     }
 
 

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from kvstore.simulate.traces import (
     MOONCAKE_BLOCK_TOKENS,
+    WHOLE_MAX,
     Asked,
     ends_of,
     short,
@@ -78,7 +79,7 @@ class HashIdRows:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if size is None:
             return run, ends_of(len(run), self.block_tokens, tokens)
-        if type(size) is not int or size < 1:
+        if type(size) is not int or not 1 <= size <= WHOLE_MAX:
             raise ValueError(f"'block_size' is {short(size)}; tokens of a block are right")
         if self._wanted is None or self._wanted == size:
             return run, ends_of(len(run), size, tokens)
@@ -93,7 +94,9 @@ class HashIdRows:
     def _unequal(
         self, sizes: Any, row: dict[str, Any], blocks: int, tokens: int
     ) -> tuple[int, ...]:
-        right = isinstance(sizes, list) and all(type(size) is int and size > 0 for size in sizes)
+        right = isinstance(sizes, list) and all(
+            type(size) is int and 0 < size <= WHOLE_MAX for size in sizes
+        )
         if not right or len(sizes) < blocks:
             raise ValueError(
                 f"'block_tokens' is {short(sizes)}; the tokens of each of its {blocks} blocks "

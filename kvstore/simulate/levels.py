@@ -58,15 +58,18 @@ class Level:
     def use_run(self, run: Sequence[int], sizes: Sequence[int]) -> int:
         """`use` of each block of a run, from the last to the first; bytes of those that are new."""
         resident, policy, nbytes = self._resident, self._policy, 0
-        for index in range(len(run) - 1, -1, -1):
-            key = run[index]
-            if key not in resident:
-                resident.add(key)
-                nbytes += sizes[index]
-                if policy is not None:
-                    policy.inserted(key, sizes[index])
-            elif policy is not None:
-                policy.touched(key)
+        if policy is None:
+            fresh = {key: size for key, size in zip(run, sizes, strict=True) if key not in resident}
+            resident.update(fresh)
+            return sum(fresh.values())
+        inserted, touched, add = policy.inserted, policy.touched, resident.add
+        for key, size in zip(reversed(run), reversed(sizes), strict=True):
+            if key in resident:
+                touched(key)
+            else:
+                add(key)
+                nbytes += size
+                inserted(key, size)
         return nbytes
 
     def trim(self) -> list[int]:
@@ -74,10 +77,11 @@ class Level:
         gone: list[int] = []
         if self._policy is None or self.capacity_blocks is None:
             return gone
-        while len(self._resident) > self.capacity_blocks:
-            key = next(iter(self._policy.victims()))
-            self._policy.removed(key)
-            self._resident.remove(key)
+        policy, forget = self._policy, self._resident.remove
+        for _ in range(len(self._resident) - self.capacity_blocks):
+            key = next(iter(policy.victims()))
+            policy.removed(key)
+            forget(key)
             gone.append(key)
         self.evictions += len(gone)
         return gone

@@ -17,7 +17,7 @@ import heapq
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -130,13 +130,13 @@ class Replay:
 
     def _count(self, request: Asked, here: int, first: int, found: Sequence[str]) -> None:
         self.counts.tokens.append(request.tokens)
-        hits = {L1: here, L2: 0, L3: 0}
-        at = here
-        for index, tier in enumerate(found, first + 1):
+        hits = {L1: here, L2: 0, L3: 0, COMPUTED: 0}
+        at, index = here, first
+        for tier, same in groupby(found):
+            index += len(list(same))
             end = request.hit_tokens(index)
             if end > at:
-                if tier != COMPUTED:
-                    hits[tier] += end - at
+                hits[tier] += end - at
                 at = end
         for tier, kept in self.counts.hits.items():
             kept.append(hits[tier])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -10,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOONCAKE_BLOCK_TOKENS: Final = 512
+WHOLE_MAX: Final = 1 << 40
+"""Largest number of tokens that a trace may name: sums of them stay below 2^63."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,10 @@ def read_trace(path: Path, block_tokens: int | None = None) -> list[Asked]:
 
 
 def whole(row: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A field that is a whole number from 0 on. Raises ValueError saying what is wrong."""
+    """A field that is a whole number, 0 to WHOLE_MAX. Raises ValueError saying what is wrong."""
     value = row.get(name, default)
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{name!r} is {short(value)}; a whole number from 0 on is right")
+    if type(value) is not int or not 0 <= value <= WHOLE_MAX:
+        raise ValueError(f"{name!r} is {short(value)}; a whole number from 0 to 2^40 is right")
     return value
 
 
@@ -70,9 +73,13 @@ def time_of(row: dict[str, Any], unit_s: float) -> float:
     Raises ValueError saying what is wrong.
     """
     value = row.get("timestamp", 0)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+    try:
+        seconds = math.nan if isinstance(value, (bool, str)) else float(value) * unit_s
+    except (TypeError, OverflowError):
+        seconds = math.nan
+    if not math.isfinite(seconds):
         raise ValueError(f"'timestamp' is {short(value)}; a number is right")
-    return float(value) * unit_s
+    return seconds
 
 
 def short(value: Any) -> str:

@@ -98,12 +98,12 @@ class Waits:
             self._channel_free_s = max(
                 self._channel_free_s, now_s + min(wait_s, arrive_s[len(found) - 1])
             )
-        here = [n for n in range(blocks) if found[n] == L2]
-        load_s = self._costs.tier(L2).seconds(sum(sizes[n] for n in here), len(here)) if here else 0
-        return Taken(blocks, wait_s, load_s)
+        return Taken(blocks, wait_s, self._copy_s(found[:blocks], sizes))
 
     def _arrivals(self, now_s: float, found: Sequence[str], sizes: Sequence[int]) -> list[float]:
         """Seconds from now until each block, and all before it, lie in L2."""
+        if L3 not in found:
+            return [0.0] * len(found)
         arrive_s: list[float] = []
         last_s, nbytes, blocks = 0.0, 0, 0
         start_s = max(0.0, self._channel_free_s - now_s)
@@ -141,9 +141,17 @@ class Waits:
         )
         met = run_two_ends(policy, world, policy.cap_ms / 1e3)
         self._channel_free_s = max(self._channel_free_s, now_s + met.channel_s)
-        here = [n for n in range(len(found)) if found[n] == L2]
-        load_s = self._costs.tier(L2).seconds(sum(sizes[n] for n in here), len(here)) if here else 0
+        load_s = self._copy_s(found, sizes)
         return Taken(len(found), met.seconds, load_s, met.computed, met.computing_s)
+
+    def _copy_s(self, found: Sequence[str], sizes: Sequence[int]) -> float:
+        """Seconds to copy those of the blocks that lie in L2 to the device."""
+        blocks = found.count(L2)
+        if blocks == len(found):
+            nbytes = sum(sizes[:blocks])
+        else:
+            nbytes = sum(size for tier, size in zip(found, sizes, strict=False) if tier == L2)
+        return self._costs.tier(L2).seconds(nbytes, blocks) if blocks else 0.0
 
     def _verdict(
         self,

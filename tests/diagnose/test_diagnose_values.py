@@ -121,3 +121,9 @@ def test_the_same_text_going_on_is_found(gap_a: str, gap_b: str) -> None:
     rest = "".join(chr(0x4E00 + number) for number in range(2 * RESYNC_CHARS))
     found = resync(gap_a + rest, gap_b + rest, 0)
     assert found == (len(gap_a), len(gap_b))
+
+
+def test_values_that_begin_in_different_places_are_not_one_value() -> None:
+    """A date from "Monday" on, and a time of day behind it: neither became the other."""
+    a, b = "It is Monday 3 May." + REST, "It is Monday 3:45." + REST
+    assert timestamp(a, b, at(a, b)) is None

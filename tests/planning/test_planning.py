@@ -179,6 +179,24 @@ def test_what_a_trace_would_save(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "left for cached prefixes" in capsys.readouterr().out
 
 
+def test_what_is_saved_net_of_what_the_tiers_cost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl")
+    options = ["--trace", trace, "--ram", "8GiB", "--disk", "64GiB", "--gpu-hour", "3.6"]
+    prices = ["--ram-gb-month", "2", "--disk-gb-month", "0.1"]
+    expected = plan(tmp_path, capsys, *options, *prices)["expected"]
+    month = 2 * (8 << 30) / 1e9 + 0.1 * (64 << 30) / 1e9
+    assert expected["usd_tiers_per_month"] == pytest.approx(month)
+    # The trace lasts 79 seconds; a year has twelve months of 730 hours.
+    cost = month * 79 / (730 * 3600) / (80 * 21 * 512 / 1e6)
+    assert expected["usd_tiers_per_million_tokens"] == pytest.approx(cost)
+    net = expected["usd_saved_per_million_tokens"] - cost
+    assert expected["usd_net_per_million_tokens"] == pytest.approx(net)
+    assert main(["plan", str(tmp_path), *options, *prices]) == 0
+    assert f"${month:.2f} a month" in capsys.readouterr().out
+
+
 def test_where_tiers_are_too_slow_it_says_never(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +217,9 @@ def test_where_tiers_are_too_slow_it_says_never(
         (["--traffic", "rate=1", "--trace", "x"], "give one"),
         (["--gpu-memory", "80GX"], "80GX"),
         (["--engines", "0"], "--engines"),
+        (["--gpu-hour", "nan"], "--gpu-hour"),
+        (["--disk-gb-month", "-1"], "--disk-gb-month"),
+        (["--gpu-utilisation", "1.5"], "1.5"),
     ],
 )
 def test_a_mistake_of_a_plan_is_one_line(

@@ -126,6 +126,13 @@ def _expected(console: Console, expected: Report, policies: Report) -> None:
             f"${expected['usd_saved_per_million_tokens']:.4f} of it saved; a million tokens that "
             f"hit save ${expected['usd_per_million_tokens_hit']:.4f}",
         )
+    if expected["usd_tiers_per_month"] and expected["usd_net_per_million_tokens"] is not None:
+        _say(
+            console,
+            f"the tiers cost ${expected['usd_tiers_per_month']:,.2f} a month, "
+            f"${expected['usd_tiers_per_million_tokens']:.4f} per million prompt tokens of this "
+            f"traffic: ${expected['usd_net_per_million_tokens']:.4f} saved net of them",
+        )
     chosen = [f"{kind} {policies[kind]}" for kind in ("eviction", "write") if kind in policies]
     _say(console, f"policies: {', '.join(chosen)}, prefetch {policies['prefetch']}")
     if policies["prefetch"] == "never":

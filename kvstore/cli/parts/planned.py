@@ -15,6 +15,7 @@ from kvstore.planning.outlook import (
     Traffic,
     by_size,
     first_of,
+    net_of_tiers,
     working_set,
     worth,
 )
@@ -134,9 +135,11 @@ def outlook(
     left_bytes: int,
     engines: int,
     gpu_hour: float,
+    gb_month: Mapping[str, float],
     report: Report,
 ) -> Figures:
-    """Working set, hit rate by size of L2, what the tiers save, and the policies to choose."""
+    """Working set, hit rate by size of L2, what the tiers save and cost, and the policies to
+    choose. gb_month: dollars for 1e9 bytes of each tier a month."""
     from kvstore.planning.choose import choose
     from kvstore.simulate.run import Shape
 
@@ -176,6 +179,9 @@ def outlook(
     figures = by_blocks[chosen]
     policies = choose(requests, _with_l2(shape, chosen), report)
     saving = worth(figures, requests, gpus=ranks, gpu_hour=gpu_hour)
+    kept_bytes = {"ram": chosen * block_bytes, "disk": sizes["disk"]}
+    month = sum(kept_bytes[tier] / 1e9 * price for tier, price in gb_month.items())
+    saving |= net_of_tiers(saving, requests, month)
     saving["prefill_load"] /= engines
     saving["prefill_load_with_cache"] /= engines
     tiers = {name: tier["token_hit_rate"] for name, tier in figures["tiers"].items()}

@@ -11,6 +11,7 @@ from kvstore.costs import CostModel, PrefillCurve, TierSpeed
 from kvstore.errors import ConfigError
 
 BLOCKS_MAX: Final = 1 << 31
+ENGINES_MAX: Final = 65_536
 
 
 def blocks_of(text: str, block_bytes: int, option: str) -> int | None:
