@@ -107,10 +107,8 @@ class Instance:
         self.asked += 1
         handle = drive.CacheRequestHandle(f"request {self.asked}", 0)
         held = self._match(tokens)
-        before = held.device_prefix_len
-        rest = tokens[before + held.host_hit_length :]
-        hash_before = self.cache.get_last_hash_value(held.last_host_node)
-        self.cache.prefetch_from_storage(handle, held.last_host_node, rest, hash_before)
+        assert (held.device_prefix_len, held.host_hit_length) == (0, 0), "asked for once"
+        self.cache.prefetch_from_storage(handle, held.last_host_node, tokens)
         if self.cache.has_ongoing_prefetch(handle):
             done = lambda: self.cache.check_prefetch_progress(handle)  # noqa: E731
             drive.pump(self.cache, done, "the prefetch ends")
@@ -178,20 +176,25 @@ def connected(sidecar: ForkedSidecar) -> bool:
 
 def test_a_kill_while_the_controller_reads(sidecar: ForkedSidecar, tmp_path: Path) -> None:
     writer = Instance(extra(sidecar.socket), tmp_path)
-    tokens = sequence(1)
-    right = writer.compute(tokens, 1)
+    first, second = sequence(1), sequence(2)
+    right = writer.compute(first, 1)
+    flush(sidecar)
+    also = writer.compute(second, 2)
     flush(sidecar)
     writer.stop()
 
     reader = Instance(extra(sidecar.socket), tmp_path)
     copies = reader.killing(sidecar)
-    came = reader.restore(tokens, right)
+    came = reader.restore(first, right)
     assert copies.left <= 0, "it was killed"
     assert 0 < came < LENGTH, "the front of the batch came, its end did not"
     sidecar.start()
     wait_until(lambda: connected(sidecar), "it is found again by itself")
-    assert reader.restore(tokens, right) == LENGTH
+    assert reader.restore(second, also) == LENGTH
     reader.stop()
+    another = Instance(extra(sidecar.socket), tmp_path)
+    assert another.restore(first, right) == LENGTH, "nothing was lost"
+    another.stop()
 
 
 def test_a_kill_while_the_controller_writes(
