@@ -24,6 +24,8 @@ from kvstore.errors import ConfigError
 LINE_CHARS_MAX: Final = 64 << 20
 FILE_BYTES_MAX: Final = 256 << 20
 """Largest file that is read as one prompt."""
+FILE_ENDINGS: Final = (".json", ".jsonl", ".txt", ".md")
+"""One word that ends so names a file, and a missing one is a mistake, not a prompt."""
 OPAQUE_LINE: Final = 16
 """Token ids without a tokenizer are written as lines that end where an id divides by this: lines
 then begin and end with the content, wherever in the prompt it is."""
@@ -68,7 +70,8 @@ class Reader:
         except (OSError, ValueError):
             there = False
         if not there:
-            if given.startswith(("/", "./", "../")) and not any(map(str.isspace, given)):
+            names_file = given.startswith(("/", "./", "../")) or given.endswith(FILE_ENDINGS)
+            if names_file and not any(map(str.isspace, given)):
                 raise ConfigError(f"no file {given!r}; a file or the prompt's text is right")
             return self.text(given, "text")
         try:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.diagnose.compare import overlap
 from kvstore.diagnose.log import LogDoctor
 from kvstore.diagnose.prompts import Prompt, tokenised
 from kvstore.diagnose.read import Reader
@@ -191,3 +192,22 @@ def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path) -> None:
     file.write_text(json.dumps({"prompt": "fine"}) + "\n\n" + line + "\n")
     with pytest.raises(ConfigError, match="line 3"):
         list(Reader().log(file))
+
+
+def test_what_another_prompt_spares_is_not_lost() -> None:
+    """The long text was in one prompt, the beginning in another: what is lost is the difference."""
+    front = "".join(f"Rule {n} of the house is to be kept by everyone.\n" for n in range(10))
+    rest = "".join(f"Passage {n} tells what happened on that day.\n" for n in range(40))
+    elsewhere, neighbour = Prompt("Another beginning.\n" + rest), Prompt(front + "And an end.\n")
+    prompt = Prompt(front + rest)
+    doctor = LogDoctor()
+    for each in (elsewhere, neighbour, prompt):
+        doctor.add(each)
+    assert doctor.reusable > 0
+    assert doctor.lost == overlap(elsewhere, prompt).lost - doctor.reusable
+
+
+def test_a_file_that_is_missing_is_no_prompt() -> None:
+    with pytest.raises(ConfigError, match=r"no file 'missing\.json'"):
+        Reader().argument("missing.json")
+    assert Reader().argument("see missing.json").text == "see missing.json"

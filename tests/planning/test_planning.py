@@ -122,6 +122,10 @@ def plan(
     return report
 
 
+def test_a_request_that_begins_as_another_ends_runs_after_it() -> None:
+    assert most_at_once([0.0, 1.0, 2.0], [1.0, 1.0, 1.0]) == 1
+
+
 def test_the_budget_at_the_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--gpu-memory", "80GiB", "--concurrency", "40", "--context", "8192"]
     budget = plan(tmp_path, capsys, *options)["budget"]
@@ -162,6 +166,7 @@ def test_what_a_trace_would_save(tmp_path: Path, capsys: pytest.CaptureFixture[s
     tokens = 80 * 21 * 512
     assert expected["usd_saved_per_million_tokens"] == pytest.approx(saved * 1e-3 / tokens * 1e6)
     assert expected["prefill_load"] == pytest.approx(tokens / 15_000 / 79)
+    assert expected["prefill_load_with_cache"] == pytest.approx((tokens / 15_000 - saved) / 79)
     assert report["working_set"] == {
         "blocks": 120,
         "bytes": 120 * 512 * 131_072,
@@ -172,6 +177,12 @@ def test_what_a_trace_would_save(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert rates == sorted(rates)
     assert report["by_size"][-1]["l2_bytes"] is None
     policies = report["policies"]
+    most = max(row["gpu_seconds_saved"] for row in policies["writes"])
+    good = [row for row in policies["writes"] if row["gpu_seconds_saved"] >= most * 0.99]
+    least = min(row["bytes_written"] for row in good)
+    assert least < max(row["bytes_written"] for row in good)
+    (chosen,) = (row for row in policies["writes"] if row["policy"] == policies["write"])
+    assert chosen["bytes_written"] == least
     assert {policies["eviction"], policies["write"], policies["prefetch"]} <= {
         row["policy"] for kind in ("evictions", "writes", "prefetches") for row in policies[kind]
     }
@@ -218,6 +229,7 @@ def test_where_tiers_are_too_slow_it_says_never(
         (["--gpu-memory", "80GX"], "80GX"),
         (["--engines", "0"], "--engines"),
         (["--gpu-hour", "nan"], "--gpu-hour"),
+        (["--gpu-memory", "80GiB", "--concurrency", "0"], "--concurrency"),
         (["--disk-gb-month", "-1"], "--disk-gb-month"),
         (["--gpu-utilisation", "1.5"], "1.5"),
     ],

@@ -16,6 +16,7 @@ from kvstore.costs import CostModel, PrefillCurve, TierSpeed
 from kvstore.simulate.run import Replay, Shape
 from kvstore.simulate.traces import Asked, ends_of
 from kvstore.simulate.traffic import Traffic, generate
+from kvstore.simulate.waits import Waits
 
 # 1,000 tokens a second; blocks of 100 tokens and 100 bytes; L2 1,000 bytes/s, below 400.
 COSTS = CostModel(
@@ -161,3 +162,12 @@ def test_made_up_traffic_is_what_it_says() -> None:
     assert 4000 / times[-1] == pytest.approx(10, rel=0.2)
     assert len({request.run[:10] for request in requests}) == 3
     assert Traffic.parse("rate=2, gap=1m") == Traffic(rate=2, gap=60)
+
+
+def test_only_blocks_of_l2_are_copied_to_the_device() -> None:
+    speeds = (TierSpeed("l2", 10.0, block_s=1.0), TierSpeed("l3", 1e9))
+    costs = CostModel(PrefillCurve.at_rate(1.0), speeds, 16, 16)
+    taken = Waits("always", costs).take(
+        0.0, ["l2", "l3", "l2"], [10, 1000, 20], [16, 32, 48], can_start_s=0.0
+    )
+    assert (taken.blocks, taken.load_s) == (3, pytest.approx(2 * 1.0 + 30 / 10.0))

@@ -90,7 +90,7 @@ def gpu_budget(
     from kvstore.planning.budget import budget, most_at_once
     from kvstore.planning.weights import activation_bytes, weight_bytes
 
-    if batch_tokens < 1 or (concurrency or 1) < 1 or (context or 1) < 1:
+    if any(given is not None and given < 1 for given in (batch_tokens, concurrency, context)):
         raise ConfigError("--batch-tokens, --concurrency and --context must be at least 1")
     if requests is not None:
         prefill = PrefillCurve.read(speeds.prefill_rate)
