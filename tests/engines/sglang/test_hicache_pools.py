@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,18 +56,31 @@ def make(chosen: dict[str, Any], **changed: Any) -> Any:
     return StorageBackendFactory.create_backend("dynamic", config, None)
 
 
-@pytest.fixture(scope="module")
-def kv(tmp_path_factory: pytest.TempPathFactory) -> Any:
+@contextlib.contextmanager
+def host_pool(folder: Path) -> Iterator[Any]:
     """SGLang's host pool of MHA, as its controller makes it."""
     drive = driver()
     drive.Drive.cfg = drive.CacheConfig(
         page_size=TOKENS, kv_size=64, max_context_len=64, num_layers=2, head_num=4, head_dim=64
     )
     asked = SimpleNamespace(core="python", layout="page_first", backend="file")
-    _, cache, _, _ = drive.make(asked, None, str(tmp_path_factory.mktemp("file")))
+    _, cache, _, _ = drive.make(asked, None, str(folder))
     controller = cache.cache_controller
     yield controller.storage_host_pool
     controller._stop_storage_threads()
+
+
+@pytest.fixture(scope="module")
+def kv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with host_pool(tmp_path_factory.mktemp("file")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def kv_too(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Another one, of another rank."""
+    with host_pool(tmp_path_factory.mktemp("file too")) as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -227,3 +242,77 @@ def test_a_page_larger_than_a_slot_ends_sglangs_start(tmp_path: Path, kv: Any) -
         backend.register_mem_pool_host(kv)
     backend.close()
     assert sidecar.stop() == 0
+
+
+def test_two_ranks_of_two_servers_share_a_sidecar(
+    sidecar: ForkedSidecar, kv: Any, kv_too: Any
+) -> None:
+    """Each rank has its own pages under the same keys; the next server finds them, rank by rank."""
+    keys = keys_of("ranks", 4)
+    pools = (kv, kv_too)
+    servers = [
+        [make(extra(sidecar.socket), tp_size=2, tp_rank=rank) for rank in (0, 1)] for _ in pools
+    ]
+    for server in servers:
+        for backend, pool in zip(server, pools, strict=True):
+            backend.register_mem_pool_host(pool)
+    for seed, (backend, pool) in enumerate(zip(servers[0], pools, strict=True)):
+        fill(pool, 40 + seed)
+        assert backend.batch_exists(keys) == 0, "the other rank's are not its own"
+        assert backend.batch_set_v1(keys, slots([0, 1, 2, 3])) == [True] * 4
+    for backend, pool in zip(servers[1], pools, strict=True):
+        assert backend.batch_exists(keys) == 4
+        assert backend.batch_get_v1(keys, slots([4, 5, 6, 7])) == [True] * 4
+        for page in range(4):
+            came = pool.get_data_page((4 + page) * TOKENS)
+            assert torch.equal(came, pool.get_data_page(page * TOKENS))
+    assert not torch.equal(kv.get_data_page(0), kv_too.get_data_page(0))
+    for backend in (*servers[0], *servers[1]):
+        backend.close()
+
+
+def test_a_pool_replaced_and_a_close_among_calls(
+    sidecar: ForkedSidecar, kv: Any, kv_too: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Calls of other threads meanwhile are right or misses, and none raises; closed twice."""
+    backend = make(extra(sidecar.socket, model="replaced"))
+    backend.register_mem_pool_host(kv)
+    fill(kv, 50)
+    fill(kv_too, 50)
+    keys = keys_of("replaced", 4)
+    answers: list[Any] = []
+    ending = threading.Event()
+
+    def call() -> None:
+        try:
+            while not ending.is_set():
+                answers.append(backend.batch_set_v1(keys, slots([0, 1, 2, 3])))
+                answers.append(backend.batch_get_v1(keys, slots([4, 5, 6, 7])))
+                answers.append([backend.batch_exists(keys) in (0, 4)] * 4)
+                backend.get_stats()
+        except Exception as error:  # told below
+            answers.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for pool in (kv_too, kv, kv_too):
+        backend.register_mem_pool_host(pool)
+        backend.get_stats()
+    closers = [threading.Thread(target=backend.close) for _ in range(2)]
+    for thread in closers:
+        thread.start()
+    for thread in closers:
+        thread.join(60)
+    ending.set()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert [each for each in answers if not isinstance(each, list) or len(each) != 4] == []
+    assert [True] * 4 in answers
+    assert "failed; it and its like" not in caplog.text
+    backend.close()
+    assert backend.batch_get_v1(keys, slots([4, 5, 6, 7])) == [False] * 4
+    assert not backend.clear()
+    backend.get_stats()
+    assert backend.get_stats().backup_pgs == []
