@@ -71,13 +71,18 @@ class Instance:
             asked, chosen, str(folder)
         )
         self.backend = self.cache.cache_controller.storage_backend
+        (self._shelf,) = self.backend._shelves._shelves.values()
         self.asked = 0
 
     def killing(self, sidecar: ForkedSidecar) -> KillingCopies:
         """From here on the sidecar dies in the middle of the next batch."""
-        (shelf,) = self.backend._shelves._shelves.values()
-        shelf._copies = KillingCopies(sidecar)
-        return shelf._copies
+        copies = KillingCopies(sidecar)
+        self._shelf._copies = copies
+        return copies
+
+    def connected(self) -> bool:
+        """Whether the backend has a sidecar now."""
+        return bool(self._shelf._desk._store.connected)
 
     def compute(self, tokens: array[int], seed: int) -> list[torch.Tensor]:
         """Fill the KV of a sequence and have the controller back it up; K and V by layer."""
@@ -169,11 +174,6 @@ def flush(sidecar: ForkedSidecar) -> None:
         assert json.load(answer) == {"flushed": True}
 
 
-def connected(sidecar: ForkedSidecar) -> bool:
-    clients = sidecar.stats()["service"]["clients"].values()
-    return any(client["about"].startswith("sglang-") for client in clients)
-
-
 def test_a_kill_while_the_controller_reads(sidecar: ForkedSidecar, tmp_path: Path) -> None:
     writer = Instance(extra(sidecar.socket), tmp_path)
     first, second = sequence(1), sequence(2)
@@ -189,7 +189,7 @@ def test_a_kill_while_the_controller_reads(sidecar: ForkedSidecar, tmp_path: Pat
     assert copies.left <= 0, "it was killed"
     assert 0 < came < LENGTH, "the front of the batch came, its end did not"
     sidecar.start()
-    wait_until(lambda: connected(sidecar), "it is found again by itself")
+    wait_until(reader.connected, "it is found again by itself")
     assert reader.restore(second, also) == LENGTH
     reader.stop()
     another = Instance(extra(sidecar.socket), tmp_path)
@@ -208,7 +208,7 @@ def test_a_kill_while_the_controller_writes(
     assert copies.left <= 0, "it was killed"
     assert f"Write page to storage: {PAGES} pages failed" in caplog.text
     sidecar.start()
-    wait_until(lambda: connected(sidecar), "it is found again by itself")
+    wait_until(writer.connected, "it is found again by itself")
     also = writer.compute(second, 2)
 
     reader = Instance(extra(sidecar.socket), tmp_path)
