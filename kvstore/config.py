@@ -223,9 +223,9 @@ class ServerSettings(Section):
 class LimitSettings(Section):
     """Bounds on what waits, and for how long."""
 
-    clients: int = Field(default=64, ge=1)
+    clients: int = Field(default=64, ge=1, le=65536)
     """Engine connections at once."""
-    transfers: int = Field(default=4, ge=1)
+    transfers: int = Field(default=4, ge=1, le=1024)
     """HTTP block transfers at once; each owns a slot-sized buffer. More answer 503. Where there are
     several, one is kept free of reads of tiers, which may hang."""
     queue_blocks: int = Field(default=256, ge=1)

@@ -24,6 +24,7 @@ _SECOND_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 
 _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 MAX_BYTES = 2**63 - 1
+_LOGIN = re.compile(r"(://)[^/?#\s]*@")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -69,6 +70,11 @@ def parse_duration_s(text: str | int | float) -> float:
             f"{text!r} is no duration; write a number and a unit, such as 250ms or 2h"
         )
     return float(match[1]) * unit
+
+
+def without_login(text: str) -> str:
+    """An address as it may be shown: "http://user:secret@host" -> "http://***@host"."""
+    return _LOGIN.sub(r"\1***@", text)
 
 
 def spell_bytes(size: int) -> str:

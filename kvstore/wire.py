@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,23 +22,35 @@ from kvstore import codecs, logs, tiers
 from kvstore.blocks import DTYPE_BYTES, Namespace
 from kvstore.budgets import Budgets
 from kvstore.client import REPLY_LIMIT_S, Client
-from kvstore.config import LimitSettings, Settings, TierSettings, nearest, validated
+from kvstore.config import (
+    LimitSettings,
+    ServerSettings,
+    Settings,
+    TierSettings,
+    TraceSettings,
+    nearest,
+    validated,
+)
 from kvstore.errors import ConfigError
 from kvstore.finder import L2
+from kvstore.frame import MAX_TENANT_BYTES
 from kvstore.hashing import check_algorithm
 from kvstore.leases import Slab
 from kvstore.meters import Record
+from kvstore.metrics import OTHER
 from kvstore.store import Store
 from kvstore.tiers.base import Tier
 from kvstore.tiers.limits import Breaker, Deadline, RateLimit, layers_of
 from kvstore.tiers.policies.eviction import check_eviction
 from kvstore.tiers.policies.prefetch import PrefetchPolicy, prefetch_policy
 from kvstore.tiers.policies.write import WritePolicy, write_policy
+from kvstore.tiers.quotas import EVERYBODY
 from kvstore.tiers.tenants import TenantQuotas
-from kvstore.units import format_bytes
+from kvstore.units import format_bytes, without_login
 
 DISK_CAPACITY: Final = "10GiB"
 """Bytes a disk tier keeps where nothing else is said."""
+_TIER_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 def open(
@@ -165,11 +178,14 @@ def faults(settings: Settings) -> Iterator[tuple[Sequence[str], str]]:
         (("prefetch",), lambda: build_prefetch_policy(settings)),
         (("log",), lambda: logs.check(settings.log)),
         (("hash.algorithm",), lambda: check_algorithm(settings.hash.algorithm)),
+        (("server",), lambda: _check_server(settings.server)),
+        (("trace",), lambda: _check_trace(settings.trace)),
     ]
     labels = [tier.label for tier in settings.tiers]
     for index, tier in enumerate(settings.tiers):
         where = f"tiers.{index}"
         checks += [
+            ((where,), partial(_check_name, tier.label)),
             ((where,), partial(_check_codec, tier.codec)),
             ((where,), partial(tier_config, tier, where)),
         ]
@@ -184,6 +200,38 @@ def faults(settings: Settings) -> Iterator[tuple[Sequence[str], str]]:
         except ConfigError as error:
             named = not keys[0].startswith("tiers.") or keys[0] in str(error)
             yield keys, str(error) if named else f"{keys[0]}: {error}"
+
+
+def _check_name(name: str) -> None:
+    """It stands in metrics, in addresses and in lines of a log."""
+    if not _TIER_NAME.fullmatch(name):
+        raise ConfigError(
+            f"a tier's name {name[:80]!r}: at most 64 letters, digits and _ . - are right"
+        )
+
+
+def _check_server(server: ServerSettings) -> None:
+    """A message names no token."""
+    for token, tenant in server.tokens.items():
+        if not token:
+            raise ConfigError(f"server.tokens: the token of {tenant[:80]!r} is empty")
+        nbytes = len(tenant.encode("utf-8", "replace"))
+        right = 1 <= nbytes <= MAX_TENANT_BYTES and tenant.isprintable()
+        if not right or tenant in (EVERYBODY, OTHER):
+            raise ConfigError(
+                f"server.tokens: a tenant {tenant[:80]!r}; 1 to {MAX_TENANT_BYTES} bytes of "
+                f"printable text are right, other than {EVERYBODY!r} and {OTHER!r}"
+            )
+    if server.kv_events_replay and not server.kv_events_publish:
+        raise ConfigError("server.kv_events_replay without server.kv_events_publish")
+
+
+def _check_trace(trace: TraceSettings) -> None:
+    if trace.endpoint and not trace.endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"trace.endpoint = {without_login(trace.endpoint)!r} is no URL; "
+            "http://127.0.0.1:4318 is right"
+        )
 
 
 def _check_codec(name: str) -> None:
@@ -283,6 +331,8 @@ def _write_policy(settings: Settings) -> WritePolicy:
 
 def tier_module(kind: str) -> ModuleType:
     """The module of a kind: ours by its name, somebody else's by its dotted path."""
+    if not all(part.isidentifier() for part in kind.split(".")):
+        raise ConfigError(f"unknown tier kind {kind!r}; {nearest(kind, _tier_kinds())}")
     name = kind if "." in kind else f"{tiers.__name__}.{kind}"
     try:
         module = importlib.import_module(name)

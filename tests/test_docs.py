@@ -14,6 +14,8 @@ from kvstore.wire import check, tier_module
 ROOT = Path(__file__).parent.parent
 GROUPS = {"doctor", "bench", "config"}
 """Commands that have commands of their own."""
+RECORDED = "kvstore_hit_rate"
+"""In the names of recorded series."""
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 
 
@@ -32,6 +34,19 @@ def test_every_configuration_a_page_shows_is_right(page: Path, tmp_path: Path) -
         check(settings)
         for tier in settings.tiers:
             validated(tier_module(tier.kind).Config, tier.model_extra or {}, tier.kind)
+
+
+def test_metrics_are_called_the_same_on_every_page() -> None:
+    """`tests/service/test_observing.py` holds observing.md against what is really told."""
+    name = re.compile(r"\bkvstore_[a-z0-9_]+")
+    right = set(name.findall((ROOT / "docs" / "observing.md").read_text()))
+    pages = [*DOCS, ROOT / "README.md", *(ROOT / "deploy").rglob("*.yml")]
+    for page in pages:
+        for found in set(name.findall(page.read_text())) - {
+            "kvstore_hit_rate"
+        }:  # of recorded names
+            plain = re.sub("_(bucket|sum|count)$", "", found)
+            assert {found, plain} & right, f"{page.name}: {found}"
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvstore import __version__
 from kvstore.config import TraceSettings
 from kvstore.errors import ConfigError
+from kvstore.units import without_login
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
@@ -62,7 +63,8 @@ class Tracer:
     def __init__(self, settings: TraceSettings, service: str) -> None:
         if not settings.endpoint.startswith(("http://", "https://")):
             raise ConfigError(
-                f"trace.endpoint = {settings.endpoint!r} is no URL; http://127.0.0.1:4318 is right"
+                f"trace.endpoint = {without_login(settings.endpoint)!r} is no URL; "
+                "http://127.0.0.1:4318 is right"
             )
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -272,3 +272,41 @@ def test_assignments(word: str, tree: dict[str, Any]) -> None:
 def test_what_is_no_assignment(word: str) -> None:
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         assigned([word])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[[tiers]]\nkind = "../../etc"\n', "unknown tier kind '../../etc'"),
+        ('[[tiers]]\nkind = ".."\n', "unknown tier kind '..'"),
+        ('[[tiers]]\nkind = "memory"\ncapacity = "1MiB"\nname = "a b"\n', "a tier's name 'a b'"),
+        ('[server.tokens]\n"" = "team"\n', "the token of 'team' is empty"),
+        ('[server.tokens]\n"hush" = ""\n', "a tenant ''"),
+        ('[server.tokens]\n"hush" = "*"\n', "a tenant '*'"),
+        (f'[server.tokens]\n"hush" = "{"t" * 256}"\n', "1 to 255 bytes"),
+        ('[server]\nkv_events_replay = "tcp://*:1"\n', "without server.kv_events_publish"),
+        ('[trace]\nendpoint = "ftp://u:hush@x"\n', "'ftp://***@x' is no URL"),
+        ("[limits]\ntransfers = 1000000000\n", "limits.transfers"),
+    ],
+)
+def test_what_would_stop_a_start_is_found_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    file = tmp_path / "kv.toml"
+    file.write_text(text)
+    code = main(["config", "check", str(file)])
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) == (2, 1)
+    assert words in err
+    assert "hush" not in err
+
+
+def test_a_login_in_an_address_is_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kv.toml"
+    file.write_text('[trace]\nendpoint = "http://u:hush@x:4318"\n')
+    assert main(["config", "show", "--config", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "hush" not in out
+    assert 'endpoint = "http://***@x:4318"' in out

@@ -71,6 +71,15 @@ def test_another_rank_gets_what_one_kept(
         assert reader.page(untouched) == before[untouched]
 
 
+def test_a_route_is_what_the_sidecar_counts_its_traffic_as(sidecar: ForkedSidecar) -> None:
+    host = HostMemory(4)
+    host.fill(9)
+    with Rank(settings(sidecar.socket, route="rag"), host, model="routed") as rank:
+        assert rank.set(keys_of("routed", 2), [0, 1]) == [True, True]
+    routes = {user["route"]: user for user in sidecar.stats()["use"]["users"]}
+    assert routes["rag"]["saved"] > 0
+
+
 def test_a_page_kept_before_is_left_as_it_is(sidecar: ForkedSidecar) -> None:
     host = HostMemory(4)
     host.fill(3)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, hashes_of, put
 
 from kvstore.connectors.vllm.describe import (
     hashes_per_block,
@@ -200,6 +201,25 @@ def test_settings_refuse_what_they_do_not_know() -> None:
         connector_settings({"sockt": "/s"})
     with pytest.raises(ConfigError, match="timeout"):
         connector_settings({"prefetch": {"policy": "timout"}})
+
+
+def test_a_route_is_what_the_sidecar_counts_its_traffic_as(tmp_path: Path) -> None:
+    sidecar = ForkedSidecar(tmp_path)
+    settings = connector_settings({"socket": sidecar.socket, "route": "chat"})
+    opened = open_store(settings, NAMESPACE, engine="e", name="n")
+    put(opened.store, hashes_of("routed", 2))
+    assert opened.store.sync(LIMIT_S)
+    [user] = sidecar.stats()["use"]["users"]
+    opened.close()
+    assert (user["route"], user["saved"]) == ("chat", 2 * NAMESPACE.block_tokens)
+    with pytest.raises(ConfigError, match="route 'no route'"):
+        open_store(
+            connector_settings({"socket": sidecar.socket, "route": "no route"}),
+            NAMESPACE,
+            engine="e",
+            name="n",
+        )
+    assert sidecar.stop() == 0
 
 
 def test_a_fingerprint_sees_names_sizes_and_bytes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from kvstore.cli.parts.knobs import MASK, SECRET_KEYS, sections, spelled, toml
 from kvstore.config import Settings, TierSettings, sources, validated
 from kvstore.errors import ConfigError
-from kvstore.units import spell_bytes
+from kvstore.units import spell_bytes, without_login
 
 DEFAULT: Final = "default"
 _SECRET_WORDS: Final = re.compile(r"(?i)passw|secret|token|credential|url|key$")
@@ -146,4 +146,6 @@ def _shown(name: str, value: Any, *, guess: bool = False) -> Any:
         return MASK if value else ""
     if isinstance(value, Mapping):
         return dict(value)
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [_shown(name, each) for each in value]
+    return without_login(value) if isinstance(value, str) else value

@@ -45,6 +45,8 @@ class BackendSettings(Section):
     """Unix socket of the node's sidecar."""
     token: str = Field(default="", repr=False)
     """Names the tenant, where the sidecar asks for one."""
+    route: str = ""
+    """What this engine's traffic is called in the sidecar's metrics: "chat", "rag"."""
     wait_ready_ms: Milliseconds = Field(default=0.0, ge=0)
     """How long SGLang's start waits for a sidecar that is not there yet."""
     embedded: Mapping[str, Any] | None = None

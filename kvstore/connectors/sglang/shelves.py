@@ -238,6 +238,7 @@ class Shelves:
             namespace,
             token=settings.token or None,
             name=f"sglang-{rank}-{pool}",
+            route=settings.route,
             wait_ready_s=settings.wait_ready_ms / 1e3,
         )
 

@@ -24,6 +24,8 @@ class StoreSettings(Section):
     """Unix socket of the node's sidecar."""
     token: str = Field(default="", repr=False)
     """Names the tenant, where the sidecar asks for one."""
+    route: str = ""
+    """What this engine's traffic is called in the sidecar's metrics: "chat", "rag"."""
     wait_ready_ms: Milliseconds = Field(default=0.0, ge=0)
     """How long the engine's start waits for a sidecar that is not there yet."""
     reply_limit_ms: Milliseconds = Field(default=1e3 * REPLY_LIMIT_S, gt=0)

@@ -76,6 +76,7 @@ def open_store(settings: StoreSettings, namespace: Namespace, *, engine: str, na
         namespace,
         token=settings.token or None,
         name=name,
+        route=settings.route,
         reply_limit_s=settings.reply_limit_ms / 1e3,
         wait_ready_s=settings.wait_ready_ms / 1e3,
     )
