@@ -1,13 +1,15 @@
 """Is the adaptive prefetch policy ever slower than the better of always and never loading?
 
-    python bench/adaptive.py [--lengths 512,1024] [--speeds 0.25,1,4,16] [--repeats 3] [--json]
+    python bench/adaptive.py [--lengths 256,512,1024,2048] [--speeds 0.25,0.5,1,2,4,16] [--repeats 15] [--json]
                              [--png docs/img/adaptive.png]
 
 One engine for each of the three over one embedded store, whose only tier is memory held to a rate:
 `--speeds` are multiples of the rate at which loading all takes as long as computing all, as this
 machine computes each length now. L2 and the engine's pages are emptied before each request, so that
 everything comes from the tier or is computed. The three take turns, the adaptive one after a
-warm-up in which it learns; of each the median. A tokens/s rate is that of one thread.
+warm-up in which it learns. The ratio is to the better of the other two in the same turn, and its
+median is given; beside it how far the better one's own times lie apart (their quarters over their
+median), and how the warm-up compares. All compute on one thread.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from kvstore.tiers.policies.prefetch import PrefetchPolicy, WaitComplete
 BLOCK_TOKENS: Final = 16
 WAIT_MS: Final = 600_000.0
 NAMES: Final = ("always", "never", "adaptive")
-WARM_UP: Final = 5
+WARM_UP: Final = 10
 VOCAB: Final = 512
 
 
@@ -69,6 +71,7 @@ class Rig:
                     BLOCK_TOKENS,
                     policy=policy if name == "adaptive" else WaitComplete(cap_ms=WAIT_MS),
                     deadline_ms=WAIT_MS,
+                    min_load_tokens=1,
                 )
             self.engines[name] = Engine(
                 loaded, num_pages=pages, page_tokens=BLOCK_TOKENS, hooks=hooks, runner=runner
@@ -96,30 +99,35 @@ def measure(loaded: LoadedModel, length: int, speed: float, repeats: int) -> dic
     prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
     held_bytes = length // BLOCK_TOKENS * loaded.namespace(BLOCK_TOKENS).block_bytes
     probe = Rig(loaded, length, 1e12)
-    cold_s = min(probe.ask("never", prompt)[0] for _ in range(3))
+    cold_s = statistics.median(probe.ask("never", prompt)[0] for _ in range(5))
     probe.close()
     rig = Rig(loaded, length, speed * held_bytes / cold_s)
     _, _, right = rig.ask("always", prompt)
-    for _ in range(WARM_UP):
-        rig.ask("adaptive", prompt)
+    learning = [rig.ask("adaptive", prompt)[0] for _ in range(WARM_UP)]
     seen: dict[str, list[float]] = {name: [] for name in NAMES}
-    spared = 0
-    for _ in range(repeats):
-        for name in NAMES:
+    spared: list[int] = []
+    for turn in range(repeats):
+        for place in range(len(NAMES)):  # nobody always comes behind the same one
+            name = NAMES[(turn + place) % len(NAMES)]
             seconds, cached, tokens = rig.ask(name, prompt)
             assert tokens == right, "another token"
             assert name != "always" or cached >= length - BLOCK_TOKENS, "not all was loaded"
             seen[name].append(seconds)
-            spared = cached if name == "adaptive" else spared
+            if name == "adaptive":
+                spared.append(cached)
     rig.close()
-    found = {name: statistics.median(times) for name, times in seen.items()}
-    better = min(found["always"], found["never"])
+    better = min(("always", "never"), key=lambda name: statistics.median(seen[name]))
+    better_s = statistics.median(seen[better])
+    ratios = [mine / its for mine, its in zip(seen["adaptive"], seen[better], strict=True)]
+    low, _, high = statistics.quantiles(seen[better], n=4)
     return {
         "prompt_tokens": length,
         "speed": speed,
-        **{f"{name}_ms": round(1e3 * seconds, 1) for name, seconds in found.items()},
-        "adaptive_over_better": round(found["adaptive"] / better, 3),
-        "loaded_tokens": spared,
+        **{f"{name}_ms": round(1e3 * statistics.median(seen[name]), 1) for name in NAMES},
+        "adaptive_over_better": round(statistics.median(ratios), 3),
+        "better_quarters": [round(low / better_s, 2), round(high / better_s, 2)],
+        "learning_over_better": round(statistics.mean(learning) / better_s, 2),
+        "loaded_tokens": round(statistics.median(spared)),
     }
 
 
@@ -153,9 +161,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", default="512,1024", help="prompt tokens")
-    parser.add_argument("--speeds", default="0.25,1,4,16", help="of the break-even rate")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lengths", default="256,512,1024,2048", help="prompt tokens")
+    parser.add_argument("--speeds", default="0.25,0.5,1,2,4,16", help="of the break-even rate")
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--png", type=Path, help="draw a picture into this file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
@@ -174,12 +182,19 @@ def main() -> None:
     if options.json:
         print(json.dumps({"rows": rows, "seconds": round(time.monotonic() - began_s)}))
         return
-    print("| prompt tokens | tier's speed | always, ms | never, ms | adaptive, ms | / better |")
-    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
+    print(
+        "| prompt tokens | tier's speed | always, ms | never, ms | adaptive, ms | / better "
+        "| better's own spread | while learning | tokens loaded |"
+    )
+    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for row in rows:
         cells = " | ".join(f"{row[f'{name}_ms']:,.0f}" for name in NAMES)
-        ratio = row["adaptive_over_better"]
-        print(f"| {row['prompt_tokens']:,} | {row['speed']:g} | {cells} | {ratio:.2f} |")
+        low, high = row["better_quarters"]
+        print(
+            f"| {row['prompt_tokens']:,} | {row['speed']:g} | {cells} "
+            f"| {row['adaptive_over_better']:.2f} | {low:.2f}-{high:.2f} "
+            f"| {row['learning_over_better']:.2f} | {row['loaded_tokens']:,} |"
+        )
 
 
 if __name__ == "__main__":

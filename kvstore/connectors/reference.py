@@ -241,6 +241,8 @@ class ReferenceHooks:
         loading.reported = True
         self._blocks_by_tier.update(loading.tiers[:blocks])
         self._counts["blocks_loaded"] += blocks
+        if isinstance(self._attempts, TwoEnds):
+            self._attempts.landed(loading.request_id)
         self._events.append(Loaded(loading.request_id, blocks, tuple(layers)))
 
     def _end_load(self, loading: Loading) -> None:

@@ -3,7 +3,8 @@
 A store's load is a leading run of what was asked for, and blocks are fetched in the order in which
 they were asked for. So the run is asked for in segments, the first blocks (which lie in L2) and
 then the others from the end on: whatever the engine has computed when the two meet, everything
-behind it is there.
+behind it is there. A run of which nothing is to be computed is asked for in one piece, and split
+should it be late.
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ class Segments:
     """What one request has asked for, by place in its prompt.
 
     hashes: of the prompt's whole chain. tiers: where each block from `base` on lay when it was
-    asked for. gone: blocks by tier that had arrived in segments handed back since. steady: the
-    arrivals can be counted from the beginning: nothing was asked for anew.
+    asked for. gone: blocks that had arrived in segments handed back since.
     """
 
     store: GuardedStore
@@ -60,14 +60,27 @@ class Segments:
     base: int
     tiers: Sequence[str]
     held: list[Segment] = field(default_factory=list)
-    gone: Counter[str] = field(default_factory=Counter)
-    steady: bool = True
+    gone: set[int] = field(default_factory=set)
 
     def ask(self, leading: int) -> None:
         """Ask for every block of `tiers`: the first `leading` ones, then the rest from its end."""
-        end = self.base + len(self.tiers)
         start = self.base + leading
         self._ask(self.base, start)
+        self._ask_from_end(start, self.base + len(self.tiers))
+
+    def ask_whole(self) -> None:
+        """Ask for every block of `tiers` in one piece, in order."""
+        self._ask(self.base, self.base + len(self.tiers))
+
+    def split(self) -> None:
+        """Ask anew for what is on its way, from its end on."""
+        for segment in [segment for segment in self.held if segment.coming]:
+            self.held.remove(segment)
+            self._ask(segment.first, segment.arrived_end)  # before its lease goes
+            self._ask_from_end(segment.arrived_end, segment.end)
+            self._release(segment)
+
+    def _ask_from_end(self, start: int, end: int) -> None:
         size = max(SEGMENT_MIN, -(-(end - start) // SEGMENTS_MAX))
         for first in reversed(range(start, end, size)):
             self._ask(first, min(first + size, end))
@@ -100,18 +113,17 @@ class Segments:
         return next(found, None)
 
     def arrived(self) -> Counter[str]:
-        """Blocks that have arrived, by tier, since the beginning."""
-        counts = Counter(self.gone)
+        """Blocks that have arrived, by tier, since the beginning; each once, though asked anew."""
+        blocks = set(self.gone)
         for segment in self.held:
-            counts.update(segment.ticket.tiers[: len(segment.ticket.slots)])
-        return counts
+            blocks.update(range(segment.first, segment.arrived_end))
+        return Counter(self.tier(block) for block in blocks)
 
     def cut(self, first: int) -> None:
         """What lies before block `first` is not wanted any more."""
         while self.held and self.held[0].first < first:
             segment = self.held.pop(0)
             if segment.end > first:
-                self.steady = False
                 self._ask(first, segment.end)  # before its lease goes: nobody evicts it meanwhile
             self._release(segment)
 
@@ -133,9 +145,8 @@ class Segments:
             segment = self.held.pop(0)
             assert segment.first >= first
             tickets.append(segment.ticket)
-            self.gone.update(segment.ticket.tiers)
+            self.gone.update(range(segment.first, segment.arrived_end))
             if end < segment.end and (segment.coming or end < segment.arrived_end):
-                self.steady = False
                 self._ask(end, segment.end)
         return tickets
 
@@ -164,5 +175,5 @@ class Segments:
             self.held.sort(key=lambda segment: segment.first)
 
     def _release(self, segment: Segment) -> None:
-        self.gone.update(segment.ticket.tiers[: len(segment.ticket.slots)])
+        self.gone.update(range(segment.first, segment.arrived_end))
         self.store.release(segment.ticket)

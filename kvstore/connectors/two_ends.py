@@ -27,7 +27,7 @@ from kvstore.connectors.attempts import (
 from kvstore.connectors.base import GuardedStore
 from kvstore.connectors.segments import Segments
 from kvstore.engine.hooks import MISS, HookMatch
-from kvstore.tiers.policies.adaptive import Adaptive, Choice, Do, Outlook, Watch
+from kvstore.tiers.policies.adaptive import Adaptive, Choice, Do, Watch
 from kvstore.verbs import Answer, Load, Match
 
 RELOOK_MS: Final = 5.0
@@ -38,7 +38,7 @@ RELOOK_MS: Final = 5.0
 class Ahead:
     """One request's question: the run from block `base` of a prompt with these hashes.
 
-    run: what was asked for, once it was. watch: of its arrivals. looked_s: when it was last looked
+    run: what was asked for, once it was. watch: over it. whole: in one piece. looked_s: when it was last looked
         at. offered: (first, blocks) of the last hit. hit: there was one.
     """
 
@@ -51,7 +51,7 @@ class Ahead:
     asked_s: float = 0.0
     looked_s: float = 0.0
     watch: Watch | None = None
-    explores: bool = False
+    whole: bool = False
     missed_s: float | None = None
     offered: tuple[int, int] = (0, 0)
     hit: bool = False
@@ -85,6 +85,7 @@ class TwoEnds:
         self._min_load_tokens = min_load_tokens
         self._clock = clock
         self._asking: dict[str, Ahead] = {}
+        self._landing: dict[str, Ahead] = {}
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -97,6 +98,7 @@ class TwoEnds:
         now_s = self._clock()
         ahead = self._asking.get(request_id)
         if first_block >= len(hashes):
+            self._end(ahead, now_s)
             self._drop(ahead)
             return MISS
         if ahead is not None and not ahead.asks(hashes, first_block):
@@ -122,10 +124,19 @@ class TwoEnds:
         tickets = ahead.run.take(first, blocks)
         if not ahead.run.held:
             del self._asking[request_id]
+            if first + blocks >= ahead.run.base + len(ahead.run.tiers):
+                self._landing[request_id] = ahead
         return tickets
+
+    def landed(self, request_id: str) -> None:
+        """What was taken last lies in its pages; unknown requests too."""
+        ahead = self._landing.pop(request_id, None)
+        if ahead is not None and ahead.watch is not None:
+            ahead.watch.ended(self._clock() - ahead.asked_s)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and hand back what it holds; unknown ones too."""
+        self._landing.pop(request_id, None)
         self._drop(self._asking.pop(request_id, None))
 
     def close(self) -> None:
@@ -139,7 +150,9 @@ class TwoEnds:
             if ahead.match is not None and ahead.match.ticket_id in moved:
                 return True
             if ahead.run is not None and not moved.isdisjoint(ahead.run.ticket_ids()):
-                return True
+                # Nobody is served sooner by looking at the parts of a whole.
+                if not ahead.whole or not ahead.run.coming(ahead.run.base):
+                    return True
         return False
 
     def due(self) -> bool:
@@ -185,6 +198,8 @@ class TwoEnds:
                 return PENDING  # slots may be asked for later
             return self._miss(ahead, now_s)
         self._look(ahead, ahead.run, now_s)
+        if not can_start and ahead.watch is not None:
+            ahead.watch.held_up()
         ahead.run.cut(first)
         if late:
             self._give_up(ahead, ahead.run, now_s, "waits_cut_by_deadline")
@@ -212,6 +227,11 @@ class TwoEnds:
             return None
         if choice.do is Do.WAIT:
             return PENDING
+        if ahead.whole:
+            # Computing takes the front: what is still to come had better come from the end on.
+            ahead.whole = False
+            run.split()
+            return PENDING
         if ready:
             return self._hit(ahead, first, ready)
         beyond = run.next_arrived(start)
@@ -229,22 +249,16 @@ class TwoEnds:
         beyond = run.next_arrived(first)
         if beyond is not None:
             return self._compute(beyond - first)
+        if first >= run.base + len(run.tiers):
+            self._end(ahead, now_s)
         return self._miss(ahead, now_s)
 
     def _choose(self, ahead: Ahead, run: Segments, coming: list[int], now_s: float) -> Choice:
         """The policy's choice, on blocks that are on their way."""
-        choice = self._policy.choose(
-            Outlook(
-                start=coming[0] * self._block_tokens,
-                block_tokens=self._block_tokens,
-                missing=[run.tier(block) for block in coming],
-                arrived=run.arrived(),
-                elapsed_s=now_s - ahead.asked_s if ahead.asked_s else 0.0,
-                explores=ahead.explores,
-            )
-        )
-        ahead.explores |= choice.explores
-        return choice
+        assert ahead.watch is not None
+        tiers = [run.tier(block) for block in coming]
+        start = coming[0] * self._block_tokens
+        return ahead.watch.choose(start, tiers, run.arrived(), now_s - ahead.asked_s)
 
     def _ask(self, ahead: Ahead, match: Match, first: int, now_s: float) -> None:
         """Ask for the run found so far, as far as it pays and slots may be held."""
@@ -254,14 +268,19 @@ class TwoEnds:
             tiers = tiers[:leading]
         tiers = tiers[: self._leasable()]
         run = Segments(self._store, ahead.hashes, ahead.base, tiers)
-        below = list(range(max(first, ahead.base + leading), ahead.base + len(tiers)))
-        if below and self._choose(ahead, run, below, now_s).do is Do.LET_GO:
+        ahead.watch = Watch(self._policy, Counter(tiers), self._block_tokens)
+        begins = max(first, ahead.base + leading)
+        below = tiers[begins - ahead.base :]
+        if below and not ahead.watch.begin(begins * self._block_tokens, below):
             self.counts["loads_let_go"] += 1
             run.tiers = tiers = tiers[:leading]
         if tiers:
             ahead.run, ahead.asked_s, ahead.looked_s = run, now_s, now_s
-            ahead.watch = Watch(self._policy, Counter(tiers))
-            run.ask(min(leading, len(tiers)))
+            if ahead.watch.only_loads:
+                run.ask_whole()
+                ahead.whole = True
+            else:
+                run.ask(min(leading, len(tiers)))
             self.counts["loads"] += 1
 
     def _leasable(self) -> int:
@@ -276,12 +295,12 @@ class TwoEnds:
     def _look(self, ahead: Ahead, run: Segments, now_s: float) -> None:
         """Tell the policy what has come since the last look."""
         ahead.looked_s = now_s
-        if run.steady and ahead.watch is not None:
+        if ahead.watch is not None:
             ahead.watch.look(run.arrived(), now_s - ahead.asked_s)
 
     def _give_up(self, ahead: Ahead, run: Segments, now_s: float, why: str) -> None:
         """Let go what has not come. That it has not come by now is worth knowing."""
-        if run.steady and ahead.watch is not None:
+        if ahead.watch is not None:
             tiers = {run.tier(block) for block in run.coming(run.base)} - {L2}
             ahead.watch.give_up(tiers, run.arrived(), now_s - ahead.asked_s)
         blocks = run.give_up()
@@ -313,6 +332,11 @@ class TwoEnds:
         ahead.missed_s = now_s
         self.counts["misses"] += not ahead.hit
         return MISS
+
+    def _end(self, ahead: Ahead | None, now_s: float) -> None:
+        """All of the run is there."""
+        if ahead is not None and ahead.run is not None and ahead.watch is not None:
+            ahead.watch.ended(now_s - ahead.asked_s)
 
     def _drop(self, ahead: Ahead | None) -> None:
         """Hand back what a question holds."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.tiers.policies.adaptive import L2, Adaptive, Choice, Do, Outlook, Watch
+from kvstore.tiers.policies.adaptive import L2, Adaptive, Choice, Do, Watch
 
 RELOOK_S: Final = 0.005
 """How soon a waiting request is looked at again though nothing came."""
@@ -28,7 +28,8 @@ class World:
     tiers: where each block of the run lies. starts: tokens before each block, and the run's end.
     arrive_s: seconds from the request's arrival until so many blocks of those below L2
     have come, the last of the run first. computing_s(a, b): seconds of a step that computes tokens
-    a..b. can_start_s: until the engine is free.
+    a..b. can_start_s: until the engine is free. slowed: how many times longer a load takes while
+    the engine computes. land_s: to copy one loaded block into its pages, when all have come.
     """
 
     tiers: Sequence[str]
@@ -36,6 +37,8 @@ class World:
     arrive_s: Sequence[float]
     computing_s: Callable[[int, int], float]
     can_start_s: float = 0.0
+    slowed: float = 1.0
+    land_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,21 +67,26 @@ class _Run:
         self._now_s = 0.0
         self._computing_s = 0.0
         self._computed: set[int] = set()
-        self._watch = Watch(policy, Counter(world.tiers))
-        self._explores = False
+        size = max(1, (world.starts[-1] - world.starts[0]) // len(world.tiers))
+        self._watch = Watch(policy, Counter(world.tiers), size)
         self._come_at_most = len(self._below)
-        self._block_tokens = max(1, (world.starts[-1] - world.starts[0]) // len(world.tiers))
+        self._load_s = 0.0
 
     def go(self) -> Met:
         world, at = self._world, 0
-        if self._below and self._choose(self._below).do is Do.LET_GO:
+        below = [world.tiers[n] for n in self._below]
+        if below and not self._watch.begin(world.starts[self._below[0]], below):
             self._come_at_most = 0
-        self._now_s = world.can_start_s
+        self._pass(world.can_start_s)
+        if world.can_start_s:
+            self._watch.held_up()
         while at < len(world.tiers):
             self._watch.look(self._arrived(), self._now_s)
             missing = self._missing(at)
             at = self._step(at, missing) if missing and missing[0] == at else at + 1
         loaded = min(self._come_at_most, len(self._below) - len(self._computed))
+        self._now_s += world.land_s * loaded
+        self._watch.ended(self._now_s)
         channel_s = world.arrive_s[loaded - 1] if loaded else 0.0
         return Met(self._now_s, self._computing_s, frozenset(self._computed), channel_s)
 
@@ -97,8 +105,8 @@ class _Run:
         if choice.do is Do.WAIT:
             # Not at every arrival of a long load, nor so often of a slow one: a replay has many.
             next_s = self._world.arrive_s[min(came + len(missing) // LOOKS, self._come_at_most - 1)]
-            relook_s = self._now_s + max(RELOOK_S, self._now_s / LOOKS)
-            self._now_s = min(next_s, relook_s, max(self._limit_s, self._now_s))
+            relook_s = max(RELOOK_S, self._now_s / LOOKS)
+            self._pass(min(next_s - self._load_s, relook_s, max(self._limit_s - self._now_s, 0.0)))
             return at
         return self._compute(at, choice.blocks)
 
@@ -110,29 +118,25 @@ class _Run:
             end += 1
         start, stop = self._world.starts[at], self._world.starts[end]
         seconds = self._world.computing_s(start, stop)
-        self._now_s += seconds
+        self._pass(seconds, self._world.slowed if self._missing(at) else 1.0)
         self._computing_s += seconds
         self._policy.computed(start, stop - start, seconds)
         self._computed.update(range(at, end))
         return end
 
     def _choose(self, missing: Sequence[int]) -> Choice:
-        choice = self._policy.choose(
-            Outlook(
-                start=self._world.starts[missing[0]],
-                block_tokens=self._block_tokens,
-                missing=[self._world.tiers[n] for n in missing],
-                arrived=self._arrived(),
-                elapsed_s=self._now_s,
-                explores=self._explores,
-            )
-        )
-        self._explores |= choice.explores
-        return choice
+        tiers = [self._world.tiers[n] for n in missing]
+        start = self._world.starts[missing[0]]
+        return self._watch.choose(start, tiers, self._arrived(), self._now_s)
+
+    def _pass(self, seconds: float, slowed: float = 1.0) -> None:
+        """Time passes, less of it for the load."""
+        self._now_s += seconds
+        self._load_s += seconds / slowed
 
     def _came(self) -> int:
         """Blocks that have come by now, from the run's end on."""
-        return min(bisect_right(self._world.arrive_s, self._now_s), self._come_at_most)
+        return min(bisect_right(self._world.arrive_s, self._load_s), self._come_at_most)
 
     def _arrived(self) -> Counter[str]:
         came = self._came()

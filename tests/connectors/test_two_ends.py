@@ -34,7 +34,8 @@ from kvstore.leases import Slab
 from kvstore.store import Store
 from kvstore.testing.faults import Fault, FaultyTier, Schedule, always, in_turn
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.policies.adaptive import WAIT, Adaptive, Choice, Do, Outlook
+from kvstore.tiers.policies.adaptive import WAIT, Adaptive, Begin, Choice, Do, Outlook
+from kvstore.tiers.policies.ways import Way
 from kvstore.verbs import Answer, Load
 
 torch.set_num_threads(1)
@@ -52,12 +53,20 @@ class Scripted(Adaptive):
         self.choices = list(choices)
         self.outlooks: list[Outlook] = []
         self.told: list[tuple[str, int, float, float]] = []
+        self.begins = Begin(Way.BOTH)
 
     def choose(self, outlook: Outlook) -> Choice:
         self.outlooks.append(outlook)
         return self.choices.pop(0) if len(self.choices) > 1 else self.choices[0]
 
-    def arrived(self, tier: str, blocks: int, low_s: float, high_s: float) -> None:
+    def begin(self, outlook: Outlook) -> Begin:
+        """The first choice is about how to begin."""
+        let_go = self.choose(outlook).do is Do.LET_GO
+        return Begin(Way.COMPUTE) if let_go else self.begins
+
+    def arrived(
+        self, tier: str, blocks: int, low_s: float, high_s: float, *, beside: bool = False
+    ) -> None:
         self.told.append((tier, blocks, low_s, high_s))
 
 
@@ -313,6 +322,9 @@ class AnyChoice(Adaptive):
         super().__init__(cap_ms)
         self.rng = random.Random(seed)
         self.made: set[Do] = set()
+
+    def begin(self, outlook: Outlook) -> Begin:
+        return Begin(self.rng.choice([Way.LOAD, Way.BOTH, Way.BOTH, Way.BOTH, Way.COMPUTE]))
 
     def choose(self, outlook: Outlook) -> Choice:
         do = self.rng.choice([Do.WAIT, Do.WAIT, Do.COMPUTE, Do.COMPUTE, Do.COMPUTE, Do.LET_GO])
