@@ -1,7 +1,7 @@
 """Is the adaptive prefetch policy ever slower than the better of always and never loading?
 
-    python bench/adaptive.py [--lengths 256,512,1024,2048] [--speeds 0.25,0.5,1,2,4,16] [--repeats 15] [--json]
-                             [--png docs/img/adaptive.png]
+    python bench/adaptive.py [--lengths 256,512,1024,2048] [--speeds 0.25,0.5,1,2,4,16]
+                             [--repeats 15] [--png docs/img/adaptive.png] [--json]
 
 One engine for each of the three over one embedded store, whose only tier is memory held to a rate:
 `--speeds` are multiples of the rate at which loading all takes as long as computing all, as this

@@ -92,6 +92,7 @@ class ReferenceHooks:
         self._deadline_ms = deadline_ms
         self._clock = clock
         self._policy = policy
+        self.wants_times = isinstance(policy, Adaptive)
         limits: dict[str, Any] = {"deadline_ms": deadline_ms, "min_load_tokens": min_load_tokens}
         self._attempts: Attempts | TwoEnds
         if isinstance(policy, Adaptive):

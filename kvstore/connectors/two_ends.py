@@ -38,8 +38,8 @@ RELOOK_MS: Final = 5.0
 class Ahead:
     """One request's question: the run from block `base` of a prompt with these hashes.
 
-    run: what was asked for, once it was. watch: over it. whole: in one piece. looked_s: when it was last looked
-        at. offered: (first, blocks) of the last hit. hit: there was one.
+    run: what was asked for, once it was. watch: over it. whole: in one piece. looked_s: when it was
+        last looked at. offered: (first, blocks) of the last hit. hit: there was one.
     """
 
     hashes: tuple[bytes, ...]
@@ -149,10 +149,12 @@ class TwoEnds:
         for ahead in self._asking.values():
             if ahead.match is not None and ahead.match.ticket_id in moved:
                 return True
-            if ahead.run is not None and not moved.isdisjoint(ahead.run.ticket_ids()):
-                # Nobody is served sooner by looking at the parts of a whole.
-                if not ahead.whole or not ahead.run.coming(ahead.run.base):
-                    return True
+            run = ahead.run
+            if run is None or moved.isdisjoint(run.ticket_ids()):
+                continue
+            # Nobody is served sooner by looking at the parts of a whole.
+            if not ahead.whole or not run.coming(run.base):
+                return True
         return False
 
     def due(self) -> bool:
@@ -198,8 +200,8 @@ class TwoEnds:
                 return PENDING  # slots may be asked for later
             return self._miss(ahead, now_s)
         self._look(ahead, ahead.run, now_s)
-        if not can_start and ahead.watch is not None:
-            ahead.watch.held_up()
+        if not can_start and now_s > ahead.asked_s and ahead.watch is not None:
+            ahead.watch.held_up()  # a request's very first look says no in any case
         ahead.run.cut(first)
         if late:
             self._give_up(ahead, ahead.run, now_s, "waits_cut_by_deadline")

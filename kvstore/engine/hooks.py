@@ -90,6 +90,8 @@ class KVHooks(Protocol):
 
     block_tokens: int
     """Tokens of one block; a whole multiple of the engine's page."""
+    wants_times: bool
+    """Call `computed`. A device is waited for to know a step's time, so only who uses it asks."""
 
     def match(
         self,
@@ -124,7 +126,7 @@ class KVHooks(Protocol):
 
     def computed(self, start: int, tokens: int, seconds: float) -> None:
         """A step took so long for a request's `tokens` tokens behind `start` others: several, so
-        prefill. Together with whatever else ran in that step."""
+        prefill. Together with whatever else ran in that step. Only with `wants_times`."""
         ...
 
     def poll(self, timeout_s: float = 0.0) -> list[HookEvent]:
@@ -149,6 +151,7 @@ class NoHooks:
     """An engine without kvstore: everything misses, saves end at once."""
 
     block_tokens: int = 16
+    wants_times: bool = False
     _saved: list[HookEvent] = field(default_factory=list)
     _next_id: int = 0
 

@@ -175,6 +175,9 @@ class FakeHooks:
     ) -> None:
         self.pool = pool
         self.block_tokens = block_tokens
+        self.wants_times = True
+        self.times: list[tuple[int, int, float]] = []
+        """(start, tokens, seconds) of every `computed`."""
         self.plan = plan or FakePlan()
         self.blocks = {} if blocks is None else blocks
         """Hash -> [pages_per_block, ...]; share one between two FakeHooks to share a store."""
@@ -241,6 +244,7 @@ class FakeHooks:
     def computed(self, start: int, tokens: int, seconds: float) -> None:
         assert start >= 0
         assert tokens > 1
+        self.times.append((start, tokens, seconds))
 
     def poll(self, timeout_s: float = 0.0) -> list[HookEvent]:
         self.waits.append(timeout_s)

@@ -321,10 +321,12 @@ class AnyChoice(Adaptive):
     def __init__(self, seed: int, cap_ms: float = 1e6) -> None:
         super().__init__(cap_ms)
         self.rng = random.Random(seed)
-        self.made: set[Do] = set()
+        self.made: set[Do | Way] = set()
 
     def begin(self, outlook: Outlook) -> Begin:
-        return Begin(self.rng.choice([Way.LOAD, Way.BOTH, Way.BOTH, Way.BOTH, Way.COMPUTE]))
+        way = self.rng.choice([*Way, Way.BOTH, Way.BOTH])
+        self.made.add(way)
+        return Begin(way)
 
     def choose(self, outlook: Outlook) -> Choice:
         do = self.rng.choice([Do.WAIT, Do.WAIT, Do.COMPUTE, Do.COMPUTE, Do.COMPUTE, Do.LET_GO])
@@ -393,7 +395,7 @@ def test_output_is_the_same_for_every_split(
             spared |= {name for name, tokens in output.cached.items() if tokens}
         tier.schedule = None
     assert "below" in spared
-    assert len(policy.made) == 3
+    assert len(policy.made) > 3
     served.close()
     check_slots_free(store)
     store.close()
@@ -450,7 +452,9 @@ def test_aborts_and_preemptions_in_the_middle_leak_nothing(
     wanted = [Ask(ask.tokens, max_tokens=16) for ask in asks(seed + 50, 6)]
     for ask in wanted:
         served.ask([ask])
-    for _ in range(3):
+    for turn in range(12):
+        if turn > 2 and served.engine.stats()["preemptions"]:
+            break
         emptied(served, store)
         tier.schedule = always(Fault.SLOW, "read")
         names = served.submit(wanted)
@@ -490,6 +494,7 @@ def test_the_real_policy_serves_and_learns(loaded: LoadedModel, baseline: Baseli
             assert output.tokens == baseline.tokens(ask)
     stats = served.hooks.stats()["adaptive"]
     assert stats["prefill_tokens_per_s"] > 0
+    assert served.hooks.wants_times
     served.close()
     check_slots_free(store)
     store.close()

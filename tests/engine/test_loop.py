@@ -568,3 +568,14 @@ def test_caching_can_be_switched_off() -> None:
         assert output.cached == {"l1": 0}
         assert output.tokens == reference_tokens(prompt, 16, VOCAB)
     engine.check()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_times_are_told_to_who_wants_them(wanted: bool) -> None:
+    """A device is waited for to know how long a step took, so nobody else is to pay for it."""
+    engine = fake_engine()
+    assert isinstance(engine.hooks, FakeHooks)
+    engine.hooks.wants_times = wanted
+    engine.generate([list(range(40))])
+    prefills = [(start, tokens) for start, tokens, _ in engine.hooks.times]
+    assert prefills == ([(0, 32), (32, 8)] if wanted else [])

@@ -30,6 +30,8 @@ from kvstore.tiers.policies.ways import COMPUTE_GAIN_MIN, LOAD_GAIN_MIN, Way, Wa
 
 QUANTUM_TOKENS: Final = 64
 """Fewer are not computed in a step of their own while more is to come."""
+UNSEEN: Final = 4.0
+"""So many times sooner than believed may be a step longer than any seen."""
 PATIENCE: Final = 1.5
 """A load that was to bring all is left alone for so many times what it usually takes."""
 SLOWER: Final = 1.5
@@ -152,6 +154,10 @@ class Adaptive:
         promised_s = {Way.LOAD: load_s, Way.BOTH: both_s, Way.COMPUTE: joined_s}
         # A tier that became fast is seen beside computing first.
         hoped_s = {**promised_s, Way.LOAD: min(load_s, both.loading_s(0))}
+        if not all(tier in self.loads for tier in both.remaining):
+            hoped_s[Way.LOAD] = 0.0  # what is seen beside computing may be anything
+        if end - outlook.start > 2 * self.prefill.longest:
+            hoped_s[Way.COMPUTE] /= UNSEEN  # believed to take several steps
         way, takes_s, explores = self.ways.pick(both.blocks, promised_s, hoped_s)
         self.counts[f"way_{way.value}"] += 1
         self.counts["explored"] += explores
@@ -321,12 +327,16 @@ class Watch:
         self._looked_s = 0.0
         self._begin: Begin | None = None
         self._blocks = 0
-        self._held_up = False
+        self._over = False
+        """How long it took is told, or not worth telling."""
+        self.only_loads = False
+        """All of it is to be loaded: nothing is to be decided before it is there, or late."""
 
     def begin(self, start: int, missing: Sequence[str]) -> bool:
         """Decide how to have the blocks missing behind `start` tokens; False: by computing them."""
         outlook = Outlook(start, self._block_tokens, missing, {}, 0.0)
         self._begin, self._blocks = self._policy.begin(outlook), len(missing)
+        self.only_loads = self._begin.way is Way.LOAD
         return self._begin.way is not Way.COMPUTE
 
     def choose(
@@ -340,19 +350,18 @@ class Watch:
             start, self._block_tokens, missing, arrived, elapsed_s, begin.way, begin.explores
         )
         choice = self._policy.choose(outlook)
-        if choice.do is Do.LET_GO and self._policy.prefill.known:
+        if choice.do is Do.COMPUTE:
+            self.only_loads = False
+        came = any(count for tier, count in arrived.items() if tier != L2)
+        if choice.do is Do.LET_GO and not came and self._policy.prefill.known:
+            # Nobody will ask again.
             end = start + len(missing) * self._block_tokens
             self.ended(elapsed_s + self._policy.prefill.seconds(start, end))
         return choice
 
-    @property
-    def only_loads(self) -> bool:
-        """All of it is to be loaded: nothing is to be decided before it is there, or late."""
-        return self._begin is not None and self._begin.way is Way.LOAD
-
     def held_up(self) -> None:
         """The engine was busy with others: how long this run takes says nothing of its way."""
-        self._held_up = True
+        self._over = True
 
     def look(self, arrived: Mapping[str, int], elapsed_s: float) -> None:
         """So many blocks have come from each tier, so long after the load began."""
@@ -372,8 +381,8 @@ class Watch:
 
     def ended(self, elapsed_s: float) -> None:
         """All of the run is there, loaded or computed. Only the first word counts."""
-        begin, self._begin = self._begin, None
-        if begin is None or begin.takes_s is None or self._held_up:
+        begin, over, self._over = self._begin, self._over, True
+        if begin is None or begin.takes_s is None or over:
             return
         if begin.way is not Way.COMPUTE:  # its steps are told one by one
             self._policy.ended(begin.way, self._blocks, elapsed_s)

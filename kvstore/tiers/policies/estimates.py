@@ -75,6 +75,11 @@ class PrefillTimes:
         """Some step was seen."""
         return bool(self._cells)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest step seen."""
+        return self._longest
+
     def add(self, start: int, tokens: int, seconds: float) -> None:
         """`tokens` tokens behind `start` others took one step of so many seconds."""
         if tokens < 1 or not TINY_S * TINY_S < seconds < math.inf:

@@ -1,5 +1,5 @@
-"""Which of three ways to have a run is the soonest, as they have turned out: load all of it, compute
-all of it, or both from the two ends.
+"""Which of three ways to have a run is the soonest, as they have turned out: load all of it,
+compute all of it, or both from the two ends.
 
 What estimates of parts promise leaves things out: a step's fixed cost, the copy into the pages,
 computing that slows a load because both want the same cores. So what counts is how long whole runs
@@ -31,6 +31,12 @@ EXPLORE_SELDOM: Final = 32
 """... and in so many once it was tried without becoming the best."""
 
 
+POOR: Final = 1.5
+"""A try that took so many times what the best way takes makes the next one come later, ..."""
+EXPLORE_RARELY: Final = 128
+"""... and in the end once in so many runs."""
+
+
 class Way(enum.Enum):
     """How a run is had."""
 
@@ -39,15 +45,16 @@ class Way(enum.Enum):
     COMPUTE = "compute"
 
 
-HOPE: Final = {Way.LOAD: 2.0, Way.BOTH: 1.0, Way.COMPUTE: 1.2}
-"""A way is tried when it may take no more than so many times what the best one takes. Loading is
-given more hope: arrivals are seen exactly only while nothing else is done. Computing beside a load
-promises too much already."""
+HOPE: Final = {Way.LOAD: 2.0, Way.BOTH: 1.5, Way.COMPUTE: 1.2}
+"""A way is tried when it may take no more than so many times what the best one takes: the less is
+known of it while others are taken, the more. Arrivals are seen exactly only while nothing is
+computed; that a tier became fast is seen beside computing first."""
 
 
 class _Length:
     """What is known of runs of about one length. took_s: seconds a block. due: the run in which a
-    way is next tried, of `runs`. gap: runs between two tries of it."""
+    way is next tried, of `runs`. gap: runs between two tries of it. best, best_s: the best way of
+    the last run, and seconds a block."""
 
     def __init__(self, like: _Length | None) -> None:
         self.took_s: dict[Way, deque[float]] = {way: deque(maxlen=RUNS_KEPT) for way in Way}
@@ -55,7 +62,7 @@ class _Length:
         self.due = dict.fromkeys(Way, 0)
         self.gap = dict.fromkeys(Way, EXPLORE_EVERY)
         self.runs = 0
-        self.best = Way.BOTH
+        self.best, self.best_s = Way.BOTH, 0.0
         if like is not None:
             for way, took_s in like.took_s.items():
                 self.took_s[way].extend(took_s)
@@ -66,7 +73,7 @@ class _Length:
 
 
 class Ways:
-    """For each power of two of a run's blocks; a new length begins with what the nearest one knows."""
+    """For each power of two of a run's blocks; a new length begins with the nearest one's."""
 
     def __init__(self) -> None:
         self._lengths: dict[int, _Length] = {}
@@ -75,10 +82,14 @@ class Ways:
         """A run of so many blocks was had this way."""
         length = self._length(blocks)
         length.took_s[way].append(took_s / blocks)
-        best_s = length.usual_s(length.best)
-        if way is not length.best and best_s is not None and took_s / blocks < best_s:
+        best_s = length.best_s
+        if way is length.best:
+            return
+        if took_s / blocks < best_s:
             length.due[way] = 0
             length.gap[way] = EXPLORE_EVERY
+        elif took_s / blocks > POOR * best_s:
+            length.gap[way] = min(2 * length.gap[way], EXPLORE_RARELY)
 
     def pick(
         self, blocks: int, promised_s: Mapping[Way, float], hoped_s: Mapping[Way, float]
@@ -89,7 +100,7 @@ class Ways:
         promised_s: what the estimates say. hoped_s: what may be true instead.
         """
         length = self._length(blocks)
-        takes_s = {way: seconds for way, seconds in promised_s.items()}
+        takes_s = dict(promised_s)
         for way in Way:
             usual_s = length.usual_s(way)
             if usual_s is not None:
@@ -101,7 +112,7 @@ class Ways:
         if takes_s[Way.COMPUTE] <= takes_s[best] * (1 + LOAD_GAIN_MIN):
             best = Way.COMPUTE
         length.runs += 1
-        length.best = best
+        length.best, length.best_s = best, takes_s[best] / blocks
         length.tries[best] += 1
         length.gap[best] = EXPLORE_EVERY
         length.due[best] = length.runs + EXPLORE_EVERY
@@ -111,8 +122,9 @@ class Ways:
                 length.tries[way] += 1
                 if length.tries[way] >= TRIES:
                     length.due[way] = length.runs + length.gap[way]
-                    length.gap[way] = EXPLORE_SELDOM
-                return way, takes_s[way], True
+                    length.gap[way] = max(length.gap[way], EXPLORE_SELDOM)
+                # A load is not waited for much longer than what else there is.
+                return way, min(takes_s[way], takes_s[best]), True
         return best, takes_s[best], False
 
     def _length(self, blocks: int) -> _Length:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +23,11 @@ WARM_UP = 12
 
 @dataclass(frozen=True)
 class Truth:
-    """How long a step and a load truly take."""
+    """How long a step and a load truly take.
+
+    slowed: times longer that a load takes while the engine computes, and steps beside a load.
+    land_s: to copy a loaded block into its pages.
+    """
 
     step_s: float
     token_s: float
@@ -31,6 +35,8 @@ class Truth:
     first_s: float
     block_s: float
     noise: float = 0.0
+    slowed: float = 1.0
+    land_s: float = 0.0
 
     def computing_s(self, rng: random.Random) -> Callable[[int, int], float]:
         def seconds(start: int, end: int) -> float:
@@ -68,10 +74,14 @@ def show(policy: Adaptive, truth: Truth, blocks: int, rng: random.Random) -> Sho
     arrive_s = truth.arrive_s(blocks, random.Random(seed))
     computing_s = truth.computing_s(random.Random(seed))
     rest_s = computing_s(tokens, tokens + 100)
-    world = World(["disk"] * blocks, range(0, tokens + 1, BLOCK_TOKENS), arrive_s, computing_s)
+    starts = range(0, tokens + 1, BLOCK_TOKENS)
+    world = World(
+        ["disk"] * blocks, starts, arrive_s, computing_s, slowed=truth.slowed, land_s=truth.land_s
+    )
     met = run_two_ends(policy, world)
     policy.computed(tokens, 100, rest_s)
-    return Shown(met.seconds + rest_s, arrive_s[-1] + rest_s, computing_s(0, tokens) + rest_s)
+    load_s = arrive_s[-1] + blocks * truth.land_s
+    return Shown(met.seconds + rest_s, load_s + rest_s, computing_s(0, tokens) + rest_s)
 
 
 truths = st.builds(
@@ -96,12 +106,66 @@ def test_regret_is_small_after_warm_up(truth: Truth, sizes: list[int], seed: int
     behind the warm-up (noise of up to 30 % included), and two steps, since a step is never cut."""
     rng = random.Random(seed)
     policy = Adaptive()
-    shown = [show(policy, truth, rng.choice(sizes), rng) for _ in range(WARM_UP + 24)]
-    later = shown[WARM_UP:]
+    # Each length has ways of its own to try.
+    shown = [show(policy, truth, rng.choice(sizes), rng) for _ in range(WARM_UP * 3 + 60)]
+    later = shown[WARM_UP * 3 :]
     adaptive_s = sum(each.adaptive_s for each in later)
     better_s = min(sum(each.load_s for each in later), sum(each.compute_s for each in later))
     step_s = truth.step_s + 64 * truth.token_s
     assert adaptive_s <= 1.10 * better_s + 2 * step_s * len(later)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    truth=truths,
+    step_s=st.floats(2e-3, 2e-2),
+    slowed=st.floats(1.0, 3.0),
+    land_blocks=st.floats(0.0, 1.0),
+    blocks=st.integers(15, 128),
+    seed=st.integers(0, 99),
+)
+def test_regret_is_small_where_computing_slows_loading(
+    truth: Truth, step_s: float, slowed: float, land_blocks: float, blocks: int, seed: int
+) -> None:
+    """Steps that cost however short they are, loads that share cores with them, and a copy at the
+    end, none of which the estimates know of. The median request is within 5 % of the better, noise
+    aside, and tries of the other ways cost no more than 15 % in the mean."""
+    rng = random.Random(seed)
+    noise = min(truth.noise, 0.1)
+    land_s = land_blocks * truth.block_s
+    truth = replace(truth, step_s=step_s, slowed=slowed, land_s=land_s, noise=noise)
+    policy = Adaptive()
+    later = [show(policy, truth, blocks, rng) for _ in range(WARM_UP + 64)][WARM_UP:]
+    ratios = sorted(each.adaptive_s / each.better_s for each in later)
+    assert ratios[len(ratios) // 2] <= 1.05 + noise
+    adaptive_s = sum(each.adaptive_s for each in later)
+    better_s = min(sum(each.load_s for each in later), sum(each.compute_s for each in later))
+    assert adaptive_s <= (1.15 + noise) * better_s
+
+
+def test_a_fast_tier_is_not_computed_beside() -> None:
+    """Arrivals beside a step are only known to have come in its course, so a load believed to be
+    slow looks just so slow for ever, as long as something is computed meanwhile."""
+    truth = Truth(0.008, 2e-4, 0.0, 0.0, 4e-4, slowed=1.5, land_s=1e-4)
+    rng, policy = random.Random(5), Adaptive()
+    for _ in range(3):
+        policy.arrived("disk", 63, 0.0549, 0.055, beside=True)
+        policy.computed(0, 144, 0.040)
+    later = [show(policy, truth, 63, rng) for _ in range(WARM_UP + 24)][WARM_UP:]
+    ratios = sorted(each.adaptive_s / each.better_s for each in later)
+    assert ratios[len(ratios) // 2] <= 1.03
+
+
+def test_one_load_that_was_held_up_turns_nothing() -> None:
+    truth = Truth(0.008, 2e-4, 0.0, 0.0, 4e-4, slowed=1.5, land_s=1e-4)
+    rng, policy = random.Random(6), Adaptive()
+    for _ in range(2 * WARM_UP):
+        show(policy, truth, 63, rng)
+    show(policy, replace(truth, block_s=4e-2), 63, rng)
+    loaded = policy.counts["way_load"]
+    for _ in range(8):
+        show(policy, truth, 63, rng)
+    assert policy.counts["way_load"] >= loaded + 6
 
 
 def test_both_ends_spare_up_to_half() -> None:
