@@ -2,6 +2,10 @@
 
     python bench/vllm_ttft.py --vllm .venv-vllm/bin/python [--lengths 128,...,900,1900]
                               [--repeats N] [--json] [--png docs/img/vllm_ttft.png]
+    python bench/vllm_ttft.py --vllm .venv-vllm/bin/python --saves 100
+
+The second form asks one thing only: what saving adds to a cold request. The two engines take turns
+at the same prompts, now one first, now the other.
 
 Real vLLM on this CPU with a tiny model (4 layers, 4 KiB of float32 KV a token), so that what a
 cache costs is not hidden by what computing costs. Columns: `plain` computed by a vLLM without any
@@ -21,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,9 +41,12 @@ HOST_BYTES: Final = 64 << 20
 
 
 class Bench:
-    """Four engines, each in a process of its own, that answer one at a time."""
+    """Four engines, each in a process of its own, that answer one at a time.
 
-    def __init__(self, folder: Path, python: str) -> None:
+    names: of the engines to start; None: all.
+    """
+
+    def __init__(self, folder: Path, python: str, names: Sequence[str] | None = None) -> None:
         self._random = random.Random(1)
         model = folder / "model"
         write_model(model, "llama", 1)
@@ -55,6 +63,8 @@ class Bench:
         }
         self.engines: dict[str, Engine] = {}
         for name, transfer in transfers.items():
+            if names is not None and name not in names:
+                continue
             engine = self.engines[name] = Engine(folder / f"{name}.log", python)
             engine.start(
                 model,
@@ -126,6 +136,47 @@ def measure(lengths: list[int], repeats: int, python: str) -> list[dict[str, Any
     return rows
 
 
+def measure_saves(lengths: list[int], pairs: int, python: str) -> list[dict[str, Any]]:
+    """A row for each length: cold time beside kvstore over cold time without it.
+
+    undisturbed: of the fastest tenth of each, which other work on the machine disturbed least;
+    low, median, high: quartiles over the pairs.
+    """
+    rows = []
+    names = ("plain", "connector")
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(Path(folder), python, names)
+        try:
+            for length in lengths:
+                found: list[dict[str, float]] = []
+                for turn in range(pairs + 1):
+                    prompt, times = bench.prompt(length), {}
+                    for name in names if turn % 2 else reversed(names):
+                        times[name] = bench.first_token_ms(name, prompt, False)
+                    bench.engines["connector"].ask("settle")
+                    found.append(times)
+                del found[0]  # pays for what only the first request does
+                fast = {
+                    name: statistics.quantiles([t[name] for t in found], n=10)[0] for name in names
+                }
+                low, middle, high = statistics.quantiles(
+                    [times["connector"] / times["plain"] for times in found], n=4
+                )
+                row = {"undisturbed": fast["connector"] / fast["plain"], "median": middle}
+                rows.append({"tokens": length, **row, "low": low, "high": high})
+        finally:
+            bench.close()
+    return rows
+
+
+def show_saves(rows: list[dict[str, Any]]) -> None:
+    columns = ("undisturbed", "median", "low", "high")
+    print("| prompt tokens | " + " | ".join(columns) + " |")
+    print("| ---: |" + " ---: |" * len(columns))
+    for row in rows:
+        print(f"| {row['tokens']:,} | " + " | ".join(f"{row[name]:.3f}" for name in columns) + " |")
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     print("| prompt tokens | " + ", ms | ".join(COLUMNS) + ", ms | L2 / own | saving costs |")
     print("| ---: |" + " ---: |" * (len(COLUMNS) + 2))
@@ -157,10 +208,15 @@ def main() -> None:
     parser.add_argument("--vllm", default=sys.executable, help="a Python that has vLLM")
     parser.add_argument("--lengths", default="128,256,512,900,1900")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--saves", type=int, default=0, help="only this, over so many pairs")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--png")
     options = parser.parse_args()
     lengths = [int(length) for length in options.lengths.split(",")]
+    if options.saves:
+        rows = measure_saves(lengths, options.saves, options.vllm)
+        print(json.dumps(rows)) if options.json else show_saves(rows)
+        return
     rows = measure(lengths, options.repeats, options.vllm)
     print(json.dumps(rows)) if options.json else show(rows)
     if options.png:
