@@ -4,6 +4,7 @@ Debian's `chromium`."""
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -37,7 +38,9 @@ class Browser:
 
         def pipes() -> None:
             # The protocol is on descriptors 3 and 4; where the pipes lie now may be one of these.
-            low, high = os.dup2(down_read, 30), os.dup2(up_write, 31)
+            # Out of each other's way first: either may be 3 or 4 by chance.
+            low = fcntl.fcntl(down_read, fcntl.F_DUPFD, 64)
+            high = fcntl.fcntl(up_write, fcntl.F_DUPFD, 64)
             os.dup2(low, 3)
             os.dup2(high, 4)
 

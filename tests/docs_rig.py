@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
-from sidecar_rig import ForkedSidecar
+
+from kvstore.link import ask_stats
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,6 +40,20 @@ QUICK = {
 """Options that are added to commands which measure, so that they do so shortly."""
 STATUS = {("doctor", "vllm"): 1}
 """Commands that say here that something is wrong: vLLM is not installed."""
+SIDECAR = """
+[l2]
+bytes = "16MiB"
+slot_bytes = "64KiB"      # a block of the engine's random model
+
+[[tiers]]
+kind = "disk"
+directory = "{folder}/blocks"
+capacity = "64MiB"
+
+[server]
+socket = "{folder}/kv.sock"
+port = 0
+"""
 PROMPT = range(1, 65)
 """Token ids of the system prompt that the documents speak of."""
 LIMIT_S = 100.0
@@ -93,26 +108,12 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         write_files(folder)
-        # A mebibyte of slots: the engine's random model has blocks of 64 KiB.
-        plan = {"l2": {"bytes": 16 << 20, "slot_bytes": 64 << 10}}
-        plan["tiers"] = [
-            {"kind": "disk", "directory": str(folder / "blocks"), "capacity": 64 << 20}
-        ]
-        self.sidecar = ForkedSidecar(folder, plan)
-        self._port = self.sidecar.url.rpartition(":")[2].strip("/")
-        self._engine = self._start(
-            [
-                "engine",
-                "--model",
-                "random",
-                "--model-name",
-                "m",
-                "--port",
-                "0",
-                "--store",
-                self.sidecar.socket,
-            ]
-        )
+        self._socket = str(folder / "kv.sock")
+        (folder / "kvstore.toml").write_text(SIDECAR.format(folder=folder))
+        self._sidecar = self._start(["serve", "--config", "kvstore.toml"], os.environ)
+        self._url = re.search(r"http://[\w.:]+", self._ready(self._sidecar))[0]
+        engine = "engine --model random --model-name m --port 0 --store"
+        self._engine = self._start([*engine.split(), self._socket], self.environment())
         self.engine_url = self._ready(self._engine).split()[-1]
         self._compute(PROMPT)
 
@@ -126,7 +127,7 @@ class World:
         )
         urllib.request.urlopen(request, timeout=LIMIT_S).close()
         end_s = time.monotonic() + LIMIT_S
-        while self.sidecar.stats()["l2"]["slots_ready"] < len(prompt) // 16:
+        while ask_stats(self._socket, None)["l2"]["slots_ready"] < len(prompt) // 16:
             assert time.monotonic() < end_s, "the prompt's blocks do not come"
             time.sleep(0.05)
 
@@ -134,14 +135,14 @@ class World:
         return {
             **os.environ,
             "PYTHONPATH": str(ROOT),
-            "KVSTORE_SERVER__SOCKET": self.sidecar.socket,
-            "KVSTORE_SERVER__PORT": self._port,
+            "KVSTORE_SERVER__SOCKET": self._socket,
+            "KVSTORE_SERVER__PORT": self._url.rpartition(":")[2],
         }
 
     def run(self, command: Command) -> str:
         """Run it; a service until it says that it is ready, and then to its end."""
         words = [self.here(word, command.words[1]) for word in command.words[1:]]
-        if command.words[1] in SERVICES:
+        if command.words[1] in SERVICES and "--help" not in words:
             return self._serve(words)
         words += QUICK.get((words[0], words[1] if len(words) > 1 else ""), "").split()
         done = subprocess.run(
@@ -166,21 +167,20 @@ class World:
             word = {"/data": str(self.folder / "data"), "FOLDER": "random"}.get(word, word)
             word = "0" if re.fullmatch(r"80\d\d|9\d\d\d", word) else word
             return word.replace("/run/kvstore.sock", str(self.folder / "another.sock"))
-        word = word.replace("/run/kvstore.sock", self.sidecar.socket)
+        word = word.replace("/run/kvstore.sock", self._socket)
         word = re.sub(r"http://127\.0\.0\.1:80\d\d/v1", self.engine_url, word)
-        word = re.sub(r"http://127\.0\.0\.1:(8100|9200)", self.sidecar.url.rstrip("/"), word)
+        word = re.sub(r"http://127\.0\.0\.1:(8100|9200)", self._url, word)
         return word.replace("$CONFIG", "{}")
 
     def close(self) -> None:
-        for process in (self._engine,):
+        for process in (self._engine, self._sidecar):
             process.send_signal(signal.SIGTERM)
             assert process.wait(LIMIT_S) == 0
-        assert self.sidecar.stop() == 0
 
     def _serve(self, words: list[str]) -> str:
         if words[0] == "serve":
             words = [*words, "--port", "0", "--socket", str(self.folder / "another.sock")]
-        process = self._start(words)
+        process = self._start(words, self.environment())
         try:
             line = self._ready(process)
             process.send_signal(signal.SIGTERM)
@@ -190,11 +190,11 @@ class World:
             process.kill()
             process.wait()
 
-    def _start(self, words: list[str]) -> subprocess.Popen[str]:
+    def _start(self, words: list[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "kvstore", *words],
             cwd=self.folder,
-            env=self.environment(),
+            env={**environment, "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -37,6 +37,7 @@ TESTED_FILES = (
     "LICENSE",
     "pyproject.toml",
     "docker-compose.yml",
+    "mkdocs.yml",
     "dev",
     ".env",
     ".dockerignore",

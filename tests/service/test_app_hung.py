@@ -129,7 +129,9 @@ def test_reads_that_hang_leave_l2_and_care_alone(patient: Side) -> None:
     assert bytes_of(patient.get(ABOVE)) == content(ABOVE)
     assert patient.call("POST", "/v1/flush") == (200, {"flushed": True})
     assert patient.call("POST", "/v1/clear?tier=l2") == (200, {"cleared": "l2"})
-    assert patient.service.snapshot() == {
+    counts = patient.service.snapshot()
+    del counts["requests"]
+    assert counts == {
         "transfers": TRANSFERS - 1,
         "transfers_refused": 1,
         "contains_refused": 1,
