@@ -110,11 +110,19 @@ class World:
         write_files(folder)
         self._socket = str(folder / "kv.sock")
         (folder / "kvstore.toml").write_text(SIDECAR.format(folder=folder))
-        self._sidecar = self._start(["serve", "--config", "kvstore.toml"], os.environ)
-        self._url = re.search(r"http://[\w.:]+", self._ready(self._sidecar))[0]
-        engine = "engine --model random --model-name m --port 0 --store"
-        self._engine = self._start([*engine.split(), self._socket], self.environment())
-        self.engine_url = self._ready(self._engine).split()[-1]
+        self._running: list[subprocess.Popen[str]] = []
+        try:
+            self._begin()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _begin(self) -> None:
+        self._running.append(self._start(["serve", "--config", "kvstore.toml"], os.environ))
+        self._url = re.search(r"http://[\w.:]+", self._ready(self._running[-1]))[0]
+        engine = [*"engine --model random --model-name m --port 0 --store".split(), self._socket]
+        self._running.append(self._start(engine, self.environment()))
+        self.engine_url = self._ready(self._running[-1]).split()[-1]
         self._compute(PROMPT)
 
     def _compute(self, prompt: Sequence[int]) -> None:
@@ -173,9 +181,21 @@ class World:
         return word.replace("$CONFIG", "{}")
 
     def close(self) -> None:
-        for process in (self._engine, self._sidecar):
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(LIMIT_S) == 0
+        """End the engine, then the sidecar, as an operator would."""
+        try:
+            for process in reversed(self._running):
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(LIMIT_S) == 0
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """Leave no process behind."""
+        for process in self._running:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
     def _serve(self, words: list[str]) -> str:
         if words[0] == "serve":
