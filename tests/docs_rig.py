@@ -120,7 +120,10 @@ class World:
     def _begin(self) -> None:
         self._running.append(self._start(["serve", "--config", "kvstore.toml"], os.environ))
         self._url = re.search(r"http://[\w.:]+", self._ready(self._running[-1]))[0]
-        engine = [*"engine --model random --model-name m --port 0 --store".split(), self._socket]
+        engine = [
+            *["engine", "--model", "random", "--model-name", "m", "--port", "0", "--store"],
+            self._socket,
+        ]
         self._running.append(self._start(engine, self.environment()))
         self.engine_url = self._ready(self._running[-1]).split()[-1]
         self._compute(PROMPT)
