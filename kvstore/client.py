@@ -30,7 +30,7 @@ from kvstore.blocks import Namespace
 from kvstore.errors import ConfigError, TierUnavailable
 from kvstore.link import MAX_OUTBOUND_BYTES, NO_SLAB, SHOWN, Link, dial, grow
 from kvstore.metrics import check_route
-from kvstore.protocol import MAX_HASHES, MAX_TICKETS, Malformed, Verb, check_number, pack
+from kvstore.protocol import MAX_HASHES, MAX_TICKETS, MOVED_MAX, Malformed, Verb, check_number, pack
 from kvstore.verbs import Load, Match, Save, SlotBuffer, Ticket
 
 log = logging.getLogger(__name__)
@@ -41,8 +41,6 @@ HELLO_LIMIT_S: Final = 5.0
 BACKOFF_FIRST_S: Final = 0.05
 BACKOFF_CAP_S: Final = 1.0
 COUNTS: Final = ("links", "asked", "unasked", "known", "given_up", "hangs")
-MOVED_MAX: Final = 2 * MAX_TICKETS
-"""Tickets kept for a poll; of a caller that never polls, the longest waiting are let go."""
 CLOSE_LIMIT_S: Final = 1.0
 """How long `close` lets the sidecar read what was sent before."""
 
@@ -140,9 +138,13 @@ class Client:
             self._end(ticket, "")
         return ticket
 
+    def lacks(self, name: bytes) -> bool:
+        """Whether this block is nowhere, for certain and without asking; False says nothing."""
+        link = self._link
+        return link is not None and not link.hung and link.lacks(name)
+
     def known(self, joined: bytes, size: int) -> int | None:
-        """Length of the run of these blocks that is held, as far as that is certain without asking,
-        of hashes of `size` bytes (`CatalogView.run_of`) one after another; or None."""
+        """`states`, as the length of a run of hashes of `size` bytes each, joined; or None."""
         link = self._link
         return None if link is None or link.hung else link.known_of(joined, size)
 

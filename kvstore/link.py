@@ -149,7 +149,7 @@ class Link:
         if self.catalog is None or not hashes:
             return None
         run = self.catalog.run(hashes)
-        certain = run == len(hashes) or self.states(hashes[run : run + 1]) == [False]
+        certain = run == len(hashes) or self.lacks(hashes[run])
         return run if certain else None
 
     def known_of(self, joined: bytes, size: int) -> int | None:
@@ -158,8 +158,12 @@ class Link:
             return None
         run = self.catalog.run_of(joined, size)
         end = run * size
-        certain = end == len(joined) or self.states([joined[end : end + size]]) == [False]
+        certain = end == len(joined) or self.lacks(joined[end : end + size])
         return run if certain else None
+
+    def lacks(self, name: bytes) -> bool:
+        """Whether the catalogue says that this block is nowhere; False says nothing."""
+        return self.unheard is None and self.catalog is not None and self.catalog.absent(name)
 
     def states(self, hashes: Sequence[bytes]) -> list[bool | None]:
         """For each block whether the catalogue shows it, or says that it is nowhere; None where it
@@ -169,7 +173,7 @@ class Link:
             return [None] * len(hashes)
         states: list[bool | None] = []
         for name in hashes:
-            if self.unheard is None and catalog.absent(name):
+            if self.lacks(name):
                 states.append(False)
             else:
                 states.append(catalog.shows(name) or None)

@@ -66,6 +66,8 @@ MAX_HASH_BYTES: Final = 64
 MAX_TICKETS: Final = 4_096
 """Tickets a client keeps outstanding; the server takes twice as many, for those the client has
 given up and the server has not heard of yet."""
+MOVED_MAX: Final = 2 * MAX_TICKETS
+"""Tickets a client keeps for a poll; of a caller that never polls, the oldest are let go."""
 RECEIVE_BYTES: Final = 256 << 10
 
 _LENGTH = struct.Struct("<I")

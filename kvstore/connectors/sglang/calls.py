@@ -41,7 +41,8 @@ class Calls:
         finally:
             with self._changed:
                 self._under_way -= 1
-                self._changed.notify_all()
+                if self._closed:
+                    self._changed.notify_all()
 
     def close(self, limit_s: float) -> bool:
         """Refuse further calls; whether those under way ended within the limit."""

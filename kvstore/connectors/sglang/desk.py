@@ -45,7 +45,7 @@ class Desk:
     def lacks(self, first: bytes, run: Callable[[], Sequence[bytes]]) -> bool:
         """Whether a run's first block is held nowhere, for certain and without a word to the store;
         which is then told of the run when it is next spoken to. False says nothing."""
-        if self._client is None or self._client.states((first,)) != [False]:
+        if self._client is None or not self._client.lacks(first):
             return False
         self._client.note(run)
         return True
