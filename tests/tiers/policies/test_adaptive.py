@@ -143,19 +143,6 @@ def test_regret_is_small_where_computing_slows_loading(
     assert adaptive_s <= (1.15 + noise) * better_s
 
 
-def test_a_fast_tier_is_not_computed_beside() -> None:
-    """Arrivals beside a step are only known to have come in its course, so a load believed to be
-    slow looks just so slow for ever, as long as something is computed meanwhile."""
-    truth = Truth(0.008, 2e-4, 0.0, 0.0, 4e-4, slowed=1.5, land_s=1e-4)
-    rng, policy = random.Random(5), Adaptive()
-    for _ in range(3):
-        policy.arrived("disk", 63, 0.0549, 0.055, beside=True)
-        policy.computed(0, 144, 0.040)
-    later = [show(policy, truth, 63, rng) for _ in range(WARM_UP + 24)][WARM_UP:]
-    ratios = sorted(each.adaptive_s / each.better_s for each in later)
-    assert ratios[len(ratios) // 2] <= 1.03
-
-
 def test_one_load_that_was_held_up_turns_nothing() -> None:
     truth = Truth(0.008, 2e-4, 0.0, 0.0, 4e-4, slowed=1.5, land_s=1e-4)
     rng, policy = random.Random(6), Adaptive()
