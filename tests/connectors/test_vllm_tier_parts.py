@@ -16,6 +16,7 @@ from kvstore.blocks import Namespace
 from kvstore.connectors.base import GuardedStore
 from kvstore.connectors.vllm.host_pool import STALE_S, abandoned, remove_abandoned
 from kvstore.connectors.vllm.lookups import KEYS_MAX, SUFFIX_KEYS_MAX, Lookups
+from kvstore.connectors.vllm.plans import IDLE_STEP_S, IDLE_WAIT_S, IdleSteps
 from kvstore.connectors.vllm.transfers import WINDOW_UNITS, JobEnd, Transfers
 from kvstore.verbs import Answer, Load, Match, Save
 
@@ -347,3 +348,15 @@ def test_matches_and_saves_are_what_the_store_was_asked(moving: Moving) -> None:
     moving.ends()
     assert [type(ticket) for ticket in moving.store.asked] == [Save]
     assert not any(isinstance(ticket, Match) for ticket in moving.store.asked)
+
+
+def test_only_steps_that_compute_nothing_wait_and_only_for_something() -> None:
+    clock = ManualClock()
+    steps = IdleSteps(clock)
+    assert steps.wait_s(True) == IDLE_WAIT_S
+    assert steps.wait_s(False) == 0.0, "nothing to wait for"
+    clock.now_s += 1.01 * IDLE_STEP_S
+    assert steps.wait_s(True) == 0.0, "as long as a computation takes"
+    steps.stepped()
+    clock.now_s += 0.9 * IDLE_STEP_S
+    assert steps.wait_s(True) == IDLE_WAIT_S

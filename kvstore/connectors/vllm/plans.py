@@ -6,12 +6,32 @@ asks it by hash. No slot, lease or address crosses between the two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 IDLE_WAIT_S: Final = 0.001
 """How long either side waits for the store in a step that computes nothing: without it vLLM's loop
 spins, and takes the time that answers and copies need."""
+IDLE_STEP_S: Final = 0.002
+"""A step that lasts less has computed nothing: a model's forward pass takes longer."""
+
+
+class IdleSteps:
+    """Tells steps that compute nothing where vLLM does not say so, by how soon they follow."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._stepped_s = clock()
+
+    def wait_s(self, waiting: bool) -> float:
+        """How long this step may wait. waiting: something of the store's is under way."""
+        idle = self._clock() - self._stepped_s < IDLE_STEP_S
+        return IDLE_WAIT_S if idle and waiting else 0.0
+
+    def stepped(self) -> None:
+        """This step's own work is done; what follows up to the next `wait_s` is vLLM's."""
+        self._stepped_s = self._clock()
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from kvstore.config import validated
 from kvstore.connectors.base import GuardedStore
 from kvstore.connectors.vllm.host_pool import remove_abandoned
 from kvstore.connectors.vllm.lookups import Lookups
-from kvstore.connectors.vllm.plans import IDLE_WAIT_S
+from kvstore.connectors.vllm.plans import IdleSteps
 from kvstore.connectors.vllm.settings import StoreSettings, TierSettings, check_version
 from kvstore.connectors.vllm.stores import open_store
 from kvstore.connectors.vllm.transfers import Transfers, rows_of
@@ -48,8 +48,6 @@ log = logging.getLogger("vllm.kvstore")
 
 GROUP_BYTES: Final = 4
 """vLLM's keys end with the number of the KV group, big-endian."""
-IDLE_STEP_S: Final = 0.002
-"""A step that lasts less has computed nothing: a model's forward pass takes longer."""
 DRAIN_SLICE_S: Final = 0.01
 ANSWERS: Final = {
     Answer.HIT: LookupResult.HIT,
@@ -85,7 +83,7 @@ class KVStoreTier(SecondaryTierManager):
         self._transfers = Transfers(
             store, rows_of(primary_kv_view), deadline_ms=deadline_ms, clock=time.monotonic
         )
-        self._stepped_s = time.monotonic()
+        self._steps = IdleSteps(time.monotonic)
         log.info("kvstore: tier over namespace %s", namespace.digest)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -102,7 +100,8 @@ class KVStoreTier(SecondaryTierManager):
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Called first in each step, before any lookup of it."""
         results = []
-        for end in self._transfers.finished(self._wait_s()):
+        waiting = self._lookups.waiting or self._transfers.busy
+        for end in self._transfers.finished(self._steps.wait_s(waiting)):
             self._lookups.forget(end.lost)
             moved = [OffloadKey(key) for key in end.moved]
             results.append(
@@ -115,7 +114,7 @@ class KVStoreTier(SecondaryTierManager):
                 )
             )
         self._lookups.take_in()
-        self._stepped_s = time.monotonic()
+        self._steps.stepped()
         return results
 
     def has_pending_work(self) -> bool:
@@ -148,12 +147,6 @@ class KVStoreTier(SecondaryTierManager):
         """Wait for running copies, hand back every lease, let go of vLLM's pool."""
         self._transfers.close()
         self._opened.close()
-
-    def _wait_s(self) -> float:
-        """How long this step may wait for what is under way."""
-        idle = time.monotonic() - self._stepped_s < IDLE_STEP_S
-        waiting = self._lookups.waiting or self._transfers.busy
-        return IDLE_WAIT_S if idle and waiting else 0.0
 
     def _submit(self, job: TransferJob, *, is_load: bool) -> None:
         keys = [bytes(key) for key in job.keys]

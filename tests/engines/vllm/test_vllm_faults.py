@@ -32,6 +32,7 @@ class World:
         write_model(self.model, "llama", 1)
         self.socket = str(folder / "kv.sock")
         self.engine = engine
+        self.sidecars: list[Sidecar] = []
         engine.start(
             self.model,
             kv_transfer_config=connector(self.socket, prefetch=PREFETCH),
@@ -52,9 +53,17 @@ class World:
     def sidecar(self, *options: str, config: str = "") -> Sidecar:
         """A sidecar to which both of the engine's connections have come."""
         made = Sidecar(self.folder, *(options or ENOUGH), config=config)
+        self.sidecars.append(made)
         for side in ("scheduler", "worker"):
             wait_until(lambda side=side: self.engine.held()[side]["store_connected"], "connected")
         return made
+
+    def end_sidecars(self) -> None:
+        """Those that a failed test left, hung ones too: they hold the socket's path."""
+        for sidecar in self.sidecars:
+            if sidecar.running:
+                sidecar.kill()
+        self.sidecars.clear()
 
     def loaded(self) -> float:
         metrics: dict[str, float] = self.engine.ask("metrics")["metrics"]
@@ -90,6 +99,7 @@ def world(
 def _idle_before_and_after(world: World) -> Iterator[None]:
     world.nothing_is_held()
     yield
+    world.end_sidecars()
     world.nothing_is_held()
 
 
