@@ -20,7 +20,7 @@ from kvstore.connectors.vllm.scheduler import SchedulerSide
 from kvstore.connectors.vllm.worker import WorkerSide, pool_of
 from kvstore.errors import ConfigError
 from kvstore.tiers.policies.prefetch import WaitComplete
-from kvstore.verbs import Load, Match, Save
+from kvstore.verbs import Load, Match, Save, Ticket
 
 torch.set_num_threads(1)
 
@@ -69,9 +69,11 @@ def request(name: str = "r", tokens: int = 4 * BLOCK + 1, tag: int = 0) -> FakeR
 class Scheduling:
     """A scheduler's side over a manual store."""
 
-    def __init__(self, *auto: str, slots: int = 16, **more: Any) -> None:
+    def __init__(
+        self, *auto: str, slots: int = 16, kind: type[ManualStore] = ManualStore, **more: Any
+    ) -> None:
         self.clock = ManualClock()
-        self.store = ManualStore(NAMESPACE, slots, auto)
+        self.store = kind(NAMESPACE, slots, auto)
         self.side = SchedulerSide(
             self.store,
             policy=WaitComplete(cap_ms=DEADLINE_MS),
@@ -106,6 +108,27 @@ def test_a_hit_is_loaded_by_the_worker_while_its_lease_is_held_here() -> None:
     assert len(rig.store.free) == 12, "leased until the worker has loaded"
     assert rig.plan().loads == [], "told once"
     rig.side.heard(["r"], [])
+    rig.store.check_idle()
+
+
+class AnswersWhenPolled(ManualStore):
+    """What was asked before a poll is answered in it, as over a quick socket."""
+
+    def poll(self, timeout_s: float = 0.0) -> list[Ticket]:
+        for ticket in self.asked:
+            if not ticket.done:
+                self.answer(ticket)
+        return super().poll(timeout_s)
+
+
+def test_a_match_and_the_load_it_leads_to_are_answered_within_one_step() -> None:
+    rig = Scheduling(kind=AnswersWhenPolled)
+    rig.hold(4)
+    asked = request()
+    assert rig.side.match(asked, 0) is None
+    assert rig.plan().idle
+    assert rig.side.match(asked, 0) == 4 * BLOCK
+    rig.side.finished(asked)
     rig.store.check_idle()
 
 

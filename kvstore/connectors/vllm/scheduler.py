@@ -26,6 +26,8 @@ from kvstore.verbs import Answer, BlockStore, Load
 EPOCH_BYTES: Final = 16
 NEVER: Final = 1 << 62
 """More blocks than any request has: as if all were offered."""
+ANSWERS_OF_A_STEP: Final = 2
+"""Answers that are waited for in one step: a match's, then that of the load it leads to."""
 EVENTS_MAX: Final = 4096
 """Stored hashes kept until vLLM takes them as events; further ones are not told."""
 
@@ -160,11 +162,15 @@ class SchedulerSide:
         return plan
 
     def _move_on(self, wait_s: float) -> None:
-        """Take in answers, so that what they lead to is asked before vLLM asks again. Waits only in
-        a step in which nothing is computed, and only for requests that wait themselves."""
-        self._store.poll(wait_s if self._pending else 0.0)
-        for request_id, (hashes, first) in self._pending.items():
-            self._attempts.match(request_id, hashes, first, can_start=True)
+        """Take in answers, so that what they lead to is asked, and answered too, before vLLM asks
+        again. Waits only in a step in which nothing is computed, and only for requests that wait
+        themselves."""
+        for _ in range(ANSWERS_OF_A_STEP):
+            moved = self._store.poll(wait_s if self._pending else 0.0)
+            for request_id, (hashes, first) in self._pending.items():
+                self._attempts.match(request_id, hashes, first, can_start=True)
+            if not moved:
+                return
 
     def _offer(
         self,
