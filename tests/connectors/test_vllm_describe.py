@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, hashes_of, put
 
+import kvstore
 from kvstore.connectors.vllm.describe import (
     hashes_per_block,
     in_layer_order,
@@ -193,6 +197,25 @@ def test_versions() -> None:
     for version in ("0.31.9", "0.33.0", "1.0.0", "dev"):
         with pytest.raises(ConfigError, match=r"0\.32 is"):
             check_version(version)
+
+
+@pytest.mark.parametrize("name", ["KVStoreConnector", "KVStoreTier"])
+def test_another_release_is_refused_before_anything_of_it_is_imported(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text('__version__ = "0.31.2"')
+    program = f"import kvstore.connectors.vllm as ours; ours.{name}"
+    path = f"{tmp_path}:{Path(kvstore.__file__).parents[1]}"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    last = run.stderr.splitlines()[-1]
+    assert last == "kvstore.errors.ConfigError: vLLM 0.31.2 is not supported; 0.32 is"
 
 
 def test_settings_refuse_what_they_do_not_know() -> None:

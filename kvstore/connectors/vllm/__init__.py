@@ -16,6 +16,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvstore.connectors.vllm.settings import check_version
+
 if TYPE_CHECKING:
     from kvstore.connectors.vllm.connector import KVStoreConnector as KVStoreConnector
     from kvstore.connectors.vllm.tier import KVStoreTier as KVStoreTier
@@ -29,4 +31,6 @@ def __getattr__(name: str) -> Any:
     home = _LAZY.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # First of all: in another release the modules' own imports may fail, and would not say why.
+    check_version(importlib.import_module("vllm").__version__)
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-import vllm
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -30,7 +29,7 @@ from kvstore.connectors.vllm.describe import hashes_per_block, namespaces_of, se
 from kvstore.connectors.vllm.plans import StepPlan, StepReport
 from kvstore.connectors.vllm.ranks import RankStores
 from kvstore.connectors.vllm.scheduler import EVENTS_MAX, SchedulerSide
-from kvstore.connectors.vllm.settings import check_version, connector_settings
+from kvstore.connectors.vllm.settings import connector_settings
 from kvstore.connectors.vllm.stats import Growth, StorePromMetrics, StoreStats
 from kvstore.connectors.vllm.stores import open_store
 from kvstore.connectors.vllm.worker import WorkerSide
@@ -67,7 +66,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        check_version(vllm.__version__)
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = connector_settings(self._kv_transfer_config.kv_connector_extra_config)
         if self._settings.embedded is not None and vllm_config.parallel_config.world_size > 1:
