@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COPIES_QUEUED_MAX: Final = 256
-"""Copies waiting for the thread; more are refused."""
+"""Copies of one direction waiting for the thread; more are refused."""
+SCATTERS_IN_A_ROW_MAX: Final = 16
+"""Scatters that overtake a waiting gather, whose blocks the engine keeps as long."""
 
 
 class Direction(enum.Enum):
@@ -56,12 +58,14 @@ class Copy:
 
 
 class CopyThread:
-    """Runs copies one after another on a thread of its own."""
+    """Runs copies one after another on a thread of its own. Scatters go first: requests wait for
+    them, while a gather is only a save."""
 
     def __init__(self, copier: Copier, *, name: str = "kvstore-copies") -> None:
         self._copier = copier
         self._changed = threading.Condition()
-        self._queue: deque[Copy] = deque()
+        self._queues: dict[Direction, deque[Copy]] = {each: deque() for each in Direction}
+        self._scatters_in_a_row = 0
         self._launched: list[Copy] = []
         self._finished: list[Copy] = []
         self._under_way = 0
@@ -79,9 +83,9 @@ class CopyThread:
         """Take a copy; False when the queue is full. Never waits."""
         with self._changed:
             assert not self._closing, "no copies after close"
-            if len(self._queue) >= COPIES_QUEUED_MAX:
+            if len(self._queues[copy.direction]) >= COPIES_QUEUED_MAX:
                 return False
-            self._queue.append(copy)
+            self._queues[copy.direction].append(copy)
             self._under_way += 1
             self._changed.notify_all()
             return True
@@ -115,10 +119,10 @@ class CopyThread:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue) or self._closing)
-                if not self._queue:
+                self._changed.wait_for(lambda: any(self._queues.values()) or self._closing)
+                if not any(self._queues.values()):
                     return
-                copy = self._queue.popleft()
+                copy = self._next()
             try:
                 self._copy(copy)
             except Exception as error:  # a failed copy is a result; the engine computes instead
@@ -127,6 +131,15 @@ class CopyThread:
             with self._changed:
                 self._finished.append(copy)
                 self._changed.notify_all()
+
+    def _next(self) -> Copy:
+        """The copy to run now, of those queued."""
+        gathers, scatters = self._queues[Direction.GATHER], self._queues[Direction.SCATTER]
+        if not scatters or (gathers and self._scatters_in_a_row >= SCATTERS_IN_A_ROW_MAX):
+            self._scatters_in_a_row = 0
+            return gathers.popleft()
+        self._scatters_in_a_row += 1
+        return scatters.popleft()
 
     def _copy(self, copy: Copy) -> None:
         if copy.slab is not self._slab:

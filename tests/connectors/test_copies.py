@@ -1,0 +1,100 @@
+"""In which order the copies of a connector run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from manual_store import ManualSlab
+
+from kvstore.connectors.base import (
+    COPIES_QUEUED_MAX,
+    SCATTERS_IN_A_ROW_MAX,
+    Copy,
+    CopyThread,
+    Direction,
+)
+from kvstore.kernels import FINISHED, Event
+from kvstore.verbs import SlotBuffer
+
+GATHER, SCATTER = Direction.GATHER, Direction.SCATTER
+LIMIT_S = 20.0
+
+
+@dataclass
+class SlowCopier:
+    """Copies nothing; the first copy lasts until `go`. ran: first page of each, in order."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+    ran: list[int] = field(default_factory=list)
+
+    def map_slab(self, slab: SlotBuffer) -> None:
+        return None
+
+    def mark(self) -> Event:
+        return FINISHED
+
+    def gather(self, pages: Sequence[Sequence[int]], views: Sequence[memoryview]) -> Event:
+        self.begun.set()
+        assert self.go.wait(LIMIT_S)
+        self.ran.append(pages[0][0])
+        return FINISHED
+
+    scatter = gather
+
+    def close(self) -> None:
+        return None
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.copier = SlowCopier()
+        self.copies = CopyThread(self.copier)  # type: ignore[arg-type]
+        self.slab = ManualSlab(4, 64)
+        assert self.submit(GATHER, 0)
+        assert self.copier.begun.wait(LIMIT_S), "everything below waits behind this one"
+
+    def submit(self, direction: Direction, page: int) -> bool:
+        return self.copies.submit(Copy(direction, [[page]], self.slab, (0,), FINISHED, page))
+
+    def ran(self) -> list[int]:
+        self.copier.go.set()
+        self.copies.close()
+        return self.copier.ran
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.copier.go.set()
+    made.copies.close()
+
+
+def test_a_load_does_not_stand_behind_saves(rig: Rig) -> None:
+    for page in (1, 2, 3):
+        assert rig.submit(GATHER, page)
+    assert rig.submit(SCATTER, 10)
+    assert rig.submit(SCATTER, 11)
+    assert rig.ran() == [0, 10, 11, 1, 2, 3]
+
+
+def test_saves_get_their_turn_among_loads_that_do_not_end(rig: Rig) -> None:
+    loads = [100 + page for page in range(2 * SCATTERS_IN_A_ROW_MAX + 1)]
+    for page in (1, 2):
+        assert rig.submit(GATHER, page)
+    for page in loads:
+        assert rig.submit(SCATTER, page)
+    first, second = loads[:SCATTERS_IN_A_ROW_MAX], loads[SCATTERS_IN_A_ROW_MAX:-1]
+    assert rig.ran() == [0, *first, 1, *second, 2, loads[-1]]
+
+
+def test_saves_that_fill_the_queue_refuse_no_load(rig: Rig) -> None:
+    while rig.submit(GATHER, 1):
+        pass
+    assert rig.copies.under_way == 1 + COPIES_QUEUED_MAX
+    assert rig.submit(SCATTER, 10)
+    assert rig.ran()[:2] == [0, 10]
