@@ -21,12 +21,11 @@ from vllm_rig import (
     needs_vllm,
     our_tier,
     patient,
+    save_zeros,
     tier,
     tokens,
-    wait_until,
 )
 
-import kvstore
 from kvstore.blocks import Namespace
 from kvstore.hashing import hash_tokens
 
@@ -90,15 +89,7 @@ class World:
 
     def save_zeros(self, prompt: list[int], namespace: Namespace) -> None:
         """Valid blocks of zeros under a prompt's names."""
-        client = kvstore.connect(self.sidecar.socket, namespace)
-        save = client.save(self.hashes(prompt))
-        wait_until(lambda: client.poll(0.1) is not None and save.done, "grants")
-        assert len(save.grants) == len(save.hashes)
-        for _, slot in save.grants:
-            client.slab_of(save).view(slot)[: namespace.block_bytes] = bytes(namespace.block_bytes)
-        client.commit(save)
-        assert client.sync(10)
-        client.close()
+        save_zeros(self.sidecar.socket, namespace, self.hashes(prompt))
 
     def damage(self, how: str, prompt: list[int]) -> None:
         namespace = self.namespace

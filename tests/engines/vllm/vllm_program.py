@@ -173,22 +173,29 @@ class Program:
         return {"reset": bool(self.llm.reset_prefix_cache(reset_connector=connector))}
 
     def do_metrics(self) -> dict[str, Any]:
+        """Sums over labels, and by source of those that have one: `name{disk}`."""
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             value = getattr(metric, "value", None)
             if value is not None:
-                found[metric.name] = found.get(metric.name, 0) + value
+                source = metric.labels.get("source")
+                for name in [metric.name, *([f"{metric.name}{{{source}}}"] if source else [])]:
+                    found[name] = found.get(name, 0) + value
         return {"metrics": found}
 
     def do_held(self) -> dict[str, Any]:
-        """What the connector's two sides hold, and vLLM's free blocks."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
+        """What the connector's two sides hold (of several ranks their sum), and vLLM's free
+        blocks."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        workers = core.model_executor.collective_rpc(worker_stats)
         connector = self.scheduler.connector
         pool = self.scheduler.kv_cache_manager.block_pool
         return {
             "scheduler": connector._scheduler.stats(),
-            "worker": get_kv_transfer_group()._worker.stats(),
+            "worker": {
+                name: sum(each.get(name, 0) for each in workers)
+                for name in dict.fromkeys(name for each in workers for name in each)
+            },
             "free_blocks": pool.get_num_free_blocks(),
             "blocks": pool.num_gpu_blocks,
         }
@@ -205,6 +212,14 @@ class Program:
     @property
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def worker_stats(worker: Any) -> dict[str, Any]:
+    """Run in the process of each rank: what the connector's side there says."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    stats: dict[str, Any] = get_kv_transfer_group()._worker.stats()
+    return stats
 
 
 def noise(seed: int) -> Any:

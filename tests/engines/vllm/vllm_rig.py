@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+import kvstore
+from kvstore.blocks import Namespace
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 LIMIT_S = 180.0
@@ -44,6 +47,7 @@ def environment() -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two ranks need two NUMA nodes otherwise
     }
 
 
@@ -161,7 +165,9 @@ class Sidecar:
         return ask_stats(self.socket, None)
 
     def suspend(self) -> None:
+        """Its threads run on until the kernel has stopped the last of them, so wait for that."""
         os.kill(self._process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def resume(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)
@@ -232,6 +238,33 @@ def check_same(
     assert [each["tokens"] for each in found] == [each["tokens"] for each in expected]
     for one, other in zip(found, expected, strict=True):
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=within)
+
+
+def differences(one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> list[Any]:
+    """Results that do not have the same tokens with the same log-probabilities."""
+    assert len(one) == len(other)
+    return [
+        (number, a["cached"], b["cached"], a["tokens"], b["tokens"], a["logprobs"], b["logprobs"])
+        for number, (a, b) in enumerate(zip(one, other, strict=True))
+        if (a["tokens"], a["logprobs"]) != (b["tokens"], b["logprobs"])
+    ]
+
+
+def cached(results: Sequence[dict[str, Any]]) -> list[int]:
+    return [result["cached"] for result in results]
+
+
+def save_zeros(socket: str, namespace: Namespace, names: Sequence[bytes]) -> None:
+    """Blocks of zeros under these names, with a checksum that is right."""
+    client = kvstore.connect(socket, namespace)
+    save = client.save(names)
+    wait_until(lambda: client.poll(0.1) is not None and save.done, "grants")
+    assert len(save.grants) == len(names)
+    for _, slot in save.grants:
+        client.slab_of(save).view(slot)[: namespace.block_bytes] = bytes(namespace.block_bytes)
+    client.commit(save)
+    assert client.sync(10)
+    client.close()
 
 
 def tokens(seed: int, count: int) -> list[int]:

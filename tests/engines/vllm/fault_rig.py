@@ -1,0 +1,120 @@
+"""One engine over the connector, and one socket path at which sidecars come and go: whatever
+happens to them, the output is that of a vLLM that has no kvstore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import write_model
+from vllm_rig import ROUNDING, Engine, Sidecar, connector, tokens, wait_until
+
+PROMPTS = [tokens(1, 200), tokens(1, 128) + tokens(2, 70), tokens(3, 333), tokens(4, 300)]
+POOL = 64
+ENOUGH = ("--l2", "64MiB", "--slot", "128KiB")
+
+
+class FaultWorld:
+    """The engine, what a plain vLLM says to the prompts, and the folder where sidecars listen.
+
+    ranks: of tensor parallelism. extra: of the connector's configuration.
+    """
+
+    def __init__(self, folder: Path, engine: Engine, *, ranks: int = 1, **extra: Any) -> None:
+        self.folder = folder
+        self.model = folder / "llama"
+        write_model(self.model, "llama", 1)
+        self.socket = str(folder / "kv.sock")
+        self.engine, self.ranks = engine, ranks
+        self.sidecars: list[Sidecar] = []
+        engine.start(self.model, num_gpu_blocks_override=POOL)
+        # Rounding differs with how a prompt is cut into pieces.
+        self.expected = [
+            (tokens_, pytest.approx(logprobs, abs=ROUNDING)) for tokens_, logprobs in self.outputs()
+        ]
+        engine.start(
+            self.model,
+            kv_transfer_config=connector(self.socket, **extra),
+            num_gpu_blocks_override=POOL,
+            tensor_parallel_size=ranks,
+        )
+
+    def outputs(self, *, together: bool = False) -> list[Any]:
+        """Of the prompts, with vLLM's own prefix cache empty at first."""
+        assert self.engine.ask("reset")["reset"]
+        results = self.engine.generate(PROMPTS, tokens=8, together=together)
+        assert {result["finish"] for result in results} == {"length"}
+        return told(results)
+
+    def sidecar(self, *options: str, config: str = "") -> Sidecar:
+        """A sidecar to which all of the engine's connections have come."""
+        made = Sidecar(self.folder, *(options or ENOUGH), config=config)
+        self.sidecars.append(made)
+        for side, count in (("scheduler", 1), ("worker", self.ranks)):
+            wait_until(
+                lambda side=side, count=count: self.engine.held()[side]["store_connected"] == count,
+                "connected",
+            )
+        return made
+
+    def end_sidecars(self) -> None:
+        """Those that a failed test left, hung ones too: they hold the socket's path."""
+        for sidecar in self.sidecars:
+            if sidecar.running:
+                sidecar.kill()
+        self.sidecars.clear()
+
+    def count(self, name: str) -> float:
+        """One of the connector's counters in vLLM's metrics; of ranks the sum."""
+        metrics: dict[str, float] = self.engine.ask("metrics")["metrics"]
+        return metrics.get(f"vllm:kvstore_{name}", 0)
+
+    def load_under_way(self, sidecar: Sidecar) -> str:
+        """A request for the first prompt, whose blocks the sidecar holds; its name. The sidecar is
+        suspended after it has handed the slots to the scheduler's side, before a worker asks for
+        them."""
+        name = ""
+
+        def slots_have_come() -> bool:
+            nonlocal name
+            ended = self.engine.ask("step", pause_s=0.02)["ended"] if name else True
+            if ended:  # at first, and where the load was quicker than we looked
+                assert self.engine.ask("reset")["reset"]
+                name = self.engine.ask("add", prompt=PROMPTS[0])["name"]
+                return False
+            return bool(self.engine.held()["scheduler"]["slots_leased"] == 6)
+
+        wait_until(slots_have_come, "slots for a load")
+        sidecar.suspend()
+        self.engine.ask("step")
+        held = self.engine.held()
+        under_way = [held[side]["loads_under_way"] for side in ("scheduler", "worker")]
+        assert under_way == [1, self.ranks]
+        return name
+
+    def ending(self) -> list[Any]:
+        """Steps until a request has ended; what it says."""
+        ended: list[Any] = []
+        wait_until(
+            lambda: ended.extend(self.engine.ask("step", pause_s=0.01)["ended"]) or ended,
+            "the request ends",
+        )
+        return told(ended)
+
+    def nothing_is_held(self) -> None:
+        assert self.engine.ask("settle")["requests"] == 0
+        held = self.engine.held()
+        assert held["free_blocks"] == held["blocks"] - 1, "all but vLLM's null block"
+        assert held["scheduler"]["loads_under_way"] == held["scheduler"]["requests_waiting"] == 0
+        assert held["worker"]["loads_under_way"] == held["worker"]["saves_under_way"] == 0
+
+    def nothing_is_leased(self, sidecar: Sidecar) -> None:
+        """Every lease came back, and the sidecar ends as one that owes nothing."""
+        wait_until(lambda: sidecar.stats()["l2"]["slots_leased"] == 0, "leases come back")
+        assert sidecar.stop() == 0
+
+
+def told(results: list[dict[str, Any]]) -> list[Any]:
+    """Tokens and log-probabilities."""
+    return [(each["tokens"], each["logprobs"]) for each in results]

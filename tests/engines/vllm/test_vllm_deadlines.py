@@ -1,0 +1,63 @@
+"""No request waits past its deadline. The connector takes no silence for a sidecar that hangs here,
+so nothing else could end these waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fault_rig import PROMPTS, FaultWorld
+from vllm_rig import Engine, needs_vllm
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
+
+SETTINGS = {
+    "prefetch": {"policy": "wait_complete", "cap_ms": 1000, "min_tokens": 0},
+    "reply_limit_ms": 600_000,
+}
+
+
+@pytest.fixture(scope="module")
+def world(
+    tmp_path_factory: pytest.TempPathFactory, engines: tuple[Engine, Engine]
+) -> Iterator[FaultWorld]:
+    made = FaultWorld(tmp_path_factory.mktemp("vllm"), engines[0], **SETTINGS)
+    yield made
+    made.engine.ask("stop")
+
+
+@pytest.fixture(autouse=True)
+def _idle_before_and_after(world: FaultWorld) -> Iterator[None]:
+    world.nothing_is_held()
+    yield
+    world.end_sidecars()
+    world.nothing_is_held()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_requests_that_wait_for_an_answer(world: FaultWorld, together: bool) -> None:
+    sidecar = world.sidecar()
+    assert world.outputs() == world.expected
+    sidecar.suspend()
+    before = world.count("waits_cut_by_deadline")
+    assert world.outputs(together=together) == world.expected
+    # Once it is over, a request that is asked for again is cut again.
+    assert world.count("waits_cut_by_deadline") - before >= len(PROMPTS)
+    assert world.engine.held()["scheduler"]["store_connected"], "it never counted as hung"
+    sidecar.resume()
+    world.nothing_is_held()
+    world.nothing_is_leased(sidecar)
+
+
+def test_a_load_under_way(world: FaultWorld) -> None:
+    sidecar = world.sidecar()
+    assert world.outputs() == world.expected
+    before = {name: world.count(name) for name in ("loads_past_deadline", "blocks_failed")}
+    world.load_under_way(sidecar)
+    assert world.ending() == world.expected[:1]
+    assert world.count("loads_past_deadline") - before["loads_past_deadline"] == 1
+    assert world.count("blocks_failed") - before["blocks_failed"] == 6
+    assert world.engine.held()["worker"]["store_connected"], "it never counted as hung"
+    sidecar.resume()
+    world.nothing_is_held()
+    world.nothing_is_leased(sidecar)
