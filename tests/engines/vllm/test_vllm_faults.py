@@ -6,12 +6,16 @@ whose tier claims what it has not.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fault_rig import PROMPTS, FaultWorld, told
-from vllm_rig import Engine, needs_vllm, tokens
+from vllm_rig import Engine, needs_vllm, tokens, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
@@ -75,6 +79,46 @@ def test_a_store_without_room(world: FaultWorld) -> None:
     assert world.outputs() == world.expected
     assert world.outputs() == world.expected
     assert sidecar.stop() == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_disk_without_room_and_then_with_room(world: FaultWorld, small_disk: Path) -> None:
+    """L2 is too small for the prompts, so blocks go on to the disk, or are lost."""
+    disk = ("--disk", str(small_disk / "kv"), "--disk-capacity", "16MiB")
+    sidecar = world.sidecar("--l2", "2MiB", "--slot", "128KiB", *disk)
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    for _ in range(2):
+        assert world.outputs() == world.expected
+    wait_until(lambda: sidecar.stats()["tiers"]["disk"]["faults"] > 0, "writes fail")
+    assert sidecar.stats()["tiers"]["disk"]["writes"] == 0
+    (small_disk / "filler").unlink()
+    before = world.count("blocks_loaded")
+    for _ in range(2):
+        assert world.outputs() == world.expected
+        world.nothing_is_held()
+    wait_until(lambda: sidecar.stats()["tiers"]["disk"]["writes"] > 0, "writes succeed")
+    assert world.count("blocks_loaded") > before
+    world.nothing_is_leased(sidecar)
+
+
+def test_a_tier_without_room(world: FaultWorld) -> None:
+    config = '[[tiers]]\nkind = "faulty.full"\n'
+    sidecar = world.sidecar("--l2", "2MiB", "--slot", "128KiB", config=config)
+    for _ in range(2):
+        assert world.outputs() == world.expected
+    wait_until(lambda: sidecar.stats()["tiers"]["full"]["faults"] > 0, "writes fail")
+    world.nothing_is_leased(sidecar)
 
 
 @pytest.mark.parametrize("broken", [True, False])

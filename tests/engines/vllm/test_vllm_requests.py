@@ -13,6 +13,7 @@ from vllm_rig import (
     BLOCK,
     Engine,
     Sidecar,
+    cached,
     check_same,
     full_blocks,
     needs_vllm,
@@ -33,10 +34,6 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
 def both(engines: tuple[Engine, Engine], model: Path, sidecar: Sidecar, **arguments: Any) -> None:
     for engine in engines:
         engine.start(model, kv_transfer_config=patient(sidecar.socket), **arguments)
-
-
-def cached(results: list[dict[str, Any]]) -> list[int]:
-    return [each["cached"] for each in results]
 
 
 def test_a_prompt_in_several_steps(

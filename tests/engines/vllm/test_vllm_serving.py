@@ -1,11 +1,9 @@
-"""vLLM's server over HTTP with two users; two nodes' sidecars joined by Valkey; prompt embeddings;
-models of several KV groups; an engine over a store of its own."""
+"""Two nodes' sidecars joined by Valkey or S3; prompt embeddings; models of several KV groups; an
+engine over a store of its own; a sidecar that follows vLLM's events."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -17,18 +15,17 @@ import redis_rig
 from tiny_models import write_model
 from vllm_rig import (
     BLOCK,
-    HERE,
     LIMIT_S,
     START_LIMIT_S,
     Engine,
     Sidecar,
+    cached,
     check_same,
-    environment,
+    differences,
     full_blocks,
     needs_vllm,
     patient,
     tokens,
-    wait_until,
 )
 
 from kvstore.hashing import hash_tokens
@@ -48,98 +45,11 @@ def engine(engines: tuple[Engine, Engine]) -> Engine:
     return engines[0]
 
 
-class Server:
-    """vLLM's OpenAI-compatible server: front end, scheduler and worker as vLLM starts them."""
-
-    def __init__(self, model: Path, transfer: dict[str, Any], log: Path) -> None:
-        self.port = redis_rig.free_port()
-        self._log = log.open("w")
-        self.log = log
-        command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-            "--model", str(model), "--host", "127.0.0.1", "--port", str(self.port),
-            "--dtype", "float32", "--max-model-len", "1024", "--enforce-eager",
-            "--block-size", "32", "--num-gpu-blocks-override", "128",
-            "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer),
-        ]  # fmt: skip
-        env = {**environment(), "VLLM_SERVER_DEV_MODE": "1"}
-        del env["VLLM_ENABLE_V1_MULTIPROCESSING"]
-        self._process = subprocess.Popen(
-            command, stdout=self._log, stderr=subprocess.STDOUT, env=env, cwd=HERE
-        )
-
-    def wait(self) -> None:
-        wait_until(self._ready, "the server is ready", START_LIMIT_S)
-
-    def _ready(self) -> bool:
-        assert self._process.poll() is None, self.log.read_text()[-4000:]
-        try:
-            self.ask("/health")
-        except OSError:
-            return False
-        return True
-
-    def ask(self, path: str, body: Any = None, method: str = "GET") -> bytes:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}",
-            data,
-            {"content-type": "application/json"},
-            method="POST" if body is not None else method,
-        )
-        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
-            found: bytes = answer.read()
-            return found
-
-    def complete(self, prompt: list[int], salt: str) -> tuple[str, int]:
-        """The text, and how many tokens of the prompt were cached."""
-        body = {
-            "model": None, "prompt": prompt, "max_tokens": 8, "temperature": 0,
-            "ignore_eos": True, "cache_salt": salt,
-        }  # fmt: skip
-        body["model"] = json.loads(self.ask("/v1/models"))["data"][0]["id"]
-        answer = json.loads(self.ask("/v1/completions", body))
-        details = answer["usage"].get("prompt_tokens_details") or {}
-        return answer["choices"][0]["text"], details.get("cached_tokens") or 0
-
-    def reset(self) -> None:
-        wait_until(lambda: self._reset_once(), "vLLM's own cache is empty")
-
-    def _reset_once(self) -> bool:
-        self.ask("/reset_prefix_cache", method="POST")
-        return True
-
-    def end(self) -> None:
-        self._process.terminate()
-        self._process.wait(LIMIT_S)
-        self._log.close()
-
-
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     made = Sidecar(tmp_path, "--l2", "32MiB", "--slot", "128KiB")
     yield made
     assert made.stop() == 0
-
-
-def test_over_http_two_users_share_nothing(model: Path, sidecar: Sidecar, tmp_path: Path) -> None:
-    server = Server(model, patient(sidecar.socket), tmp_path / "server.log")
-    try:
-        server.wait()
-        prompt = tokens(1, 200)
-        text, cached = server.complete(prompt, "user a")
-        assert cached == 0
-        wait_until(lambda: sidecar.stats()["l2"]["slots_ready"] >= 6, "the blocks are saved")
-        server.reset()
-        assert server.complete(prompt, "user a") == (text, full_blocks(prompt))
-        assert server.complete(prompt, "user b") == (text, 0)
-        metrics = server.ask("/metrics").decode()
-        loaded = next(
-            line for line in metrics.splitlines() if line.startswith("vllm:kvstore_blocks_loaded_t")
-        )
-        assert float(loaded.split()[-1]) == full_blocks(prompt) / 32
-    finally:
-        server.end()
 
 
 @pytest.fixture(params=["valkey", "s3"])
@@ -178,7 +88,7 @@ def test_two_nodes_joined_by_a_shared_tier(
     nodes.append(node("two"))
     engine.start(model, kv_transfer_config=patient(nodes[1].socket))
     warm = engine.generate(prompts, tokens=8)
-    assert [each["cached"] for each in warm] == [full_blocks(prompt) for prompt in prompts]
+    assert cached(warm) == [full_blocks(prompt) for prompt in prompts]
     check_same(warm, cold)
     engine.ask("stop")
     assert [node.stop() for node in nodes] == [0, 0]
@@ -194,9 +104,10 @@ def test_an_engine_over_a_store_of_its_own(model: Path, tmp_path: Path, engine: 
     engine.ask("stop")
 
 
-def test_several_kv_groups_are_refused_in_one_line(
-    tmp_path: Path, sidecar: Sidecar, engine: Engine
+def test_several_kv_groups_are_refused_in_one_line_and_kept_as_one_group(
+    tmp_path: Path, sidecar: Sidecar, engines: tuple[Engine, Engine]
 ) -> None:
+    engine = engines[0]
     gemma = tmp_path / "gemma"
     write_model(gemma, "gemma3_text", 3)
     transfer = patient(sidecar.socket)
@@ -205,13 +116,18 @@ def test_several_kv_groups_are_refused_in_one_line(
     refused = engine.try_ask("start", START_LIMIT_S, args=hybrid)
     assert "--disable-hybrid-kv-cache-manager" in refused["error"] + engine.tail()
     one_group = {**arguments, "disable_hybrid_kv_cache_manager": True}
-    engine.ask("start", START_LIMIT_S, args=one_group)
-    prompt = tokens(30, 200)
-    (cold,) = engine.generate([prompt], tokens=8)
-    assert engine.ask("reset")["reset"]
-    (warm,) = engine.generate([prompt], tokens=8)
-    assert (warm["tokens"], warm["cached"]) == (cold["tokens"], full_blocks(prompt))
-    engine.ask("stop")
+    prompts = [tokens(30 + number, 200 + 90 * number) for number in range(4)]
+    a, b = engines
+    a.ask("start", START_LIMIT_S, args=one_group)
+    a.generate(prompts, tokens=8)
+    own = a.generate(prompts, tokens=8)
+    a.ask("settle")
+    b.ask("start", START_LIMIT_S, args=one_group)
+    warm = b.generate(prompts, tokens=8)
+    assert cached(warm) == [full_blocks(prompt) for prompt in prompts]
+    assert differences(warm, own) == []
+    for engine in engines:
+        engine.ask("stop")
 
 
 def test_prompt_embeddings_are_known_by_their_values(
