@@ -200,6 +200,11 @@ class Program:
             "blocks": pool.num_gpu_blocks,
         }
 
+    def do_free(self) -> dict[str, Any]:
+        """vLLM's free blocks, of how many."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return {"free_blocks": pool.get_num_free_blocks(), "blocks": pool.num_gpu_blocks}
+
     def do_tier(self) -> dict[str, Any]:
         """What our tier counts, and the fields of its namespace."""
         (tier,) = self.scheduler.connector.connector_scheduler.manager.secondary_tiers
