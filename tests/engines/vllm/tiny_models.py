@@ -12,14 +12,17 @@ from pathlib import Path
 
 VOCABULARY = 512
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, INNER = 256, 4, 2, 64, 4, 512
+LATENT, ROTATED = 512, 64
+"""Of deepseek_v2: the only sizes that vLLM's MLA on a CPU knows."""
 
 
 def config_of(family: str) -> dict[str, object]:
-    """A config.json of this family: llama, qwen3 or gemma3_text."""
+    """A config.json of this family: llama, qwen3, gemma3_text or deepseek_v2 (MLA)."""
     names = {
         "llama": "LlamaForCausalLM",
         "qwen3": "Qwen3ForCausalLM",
         "gemma3_text": "Gemma3ForCausalLM",
+        "deepseek_v2": "DeepseekV2ForCausalLM",
     }
     config: dict[str, object] = {
         "architectures": [names[family]],
@@ -49,6 +52,17 @@ def config_of(family: str) -> dict[str, object]:
         }
     else:
         config |= {"hidden_act": "silu", "attention_bias": False, "rope_theta": 10000.0}
+    if family == "deepseek_v2":
+        config |= {
+            "num_key_value_heads": HEADS,
+            "q_lora_rank": None,
+            "kv_lora_rank": LATENT,
+            "qk_nope_head_dim": HEAD_DIM,
+            "qk_rope_head_dim": ROTATED,
+            "v_head_dim": HEAD_DIM,
+            "n_routed_experts": 4,
+            "first_k_dense_replace": LAYERS,  # no layer has experts
+        }
     return config
 
 
@@ -67,11 +81,18 @@ def write_model(folder: Path, family: str, seed: int) -> None:
     one = torch.zeros if family == "gemma3_text" else torch.ones
     for layer in range(LAYERS):
         at = f"model.layers.{layer}."
-        weights[f"{at}self_attn.q_proj.weight"] = normal(HEADS * HEAD_DIM, HIDDEN)
-        weights[f"{at}self_attn.k_proj.weight"] = normal(KV_HEADS * HEAD_DIM, HIDDEN)
-        weights[f"{at}self_attn.v_proj.weight"] = normal(KV_HEADS * HEAD_DIM, HIDDEN)
+        if family == "deepseek_v2":
+            per_head = HEAD_DIM + ROTATED
+            weights[f"{at}self_attn.q_proj.weight"] = normal(HEADS * per_head, HIDDEN)
+            weights[f"{at}self_attn.kv_a_proj_with_mqa.weight"] = normal(LATENT + ROTATED, HIDDEN)
+            weights[f"{at}self_attn.kv_a_layernorm.weight"] = one(LATENT)
+            weights[f"{at}self_attn.kv_b_proj.weight"] = normal(HEADS * 2 * HEAD_DIM, LATENT)
+        else:
+            weights[f"{at}self_attn.q_proj.weight"] = normal(HEADS * HEAD_DIM, HIDDEN)
+            weights[f"{at}self_attn.k_proj.weight"] = normal(KV_HEADS * HEAD_DIM, HIDDEN)
+            weights[f"{at}self_attn.v_proj.weight"] = normal(KV_HEADS * HEAD_DIM, HIDDEN)
         weights[f"{at}self_attn.o_proj.weight"] = normal(HIDDEN, HEADS * HEAD_DIM)
-        if family != "llama":
+        if family in ("qwen3", "gemma3_text"):
             weights[f"{at}self_attn.q_norm.weight"] = one(HEAD_DIM)
             weights[f"{at}self_attn.k_norm.weight"] = one(HEAD_DIM)
         for name in ("gate", "up"):
