@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -22,13 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvstore.connectors.vllm.adapters import Adapters
 from kvstore.connectors.vllm.describe import hashes_per_block, namespaces_of, set_engine_flags
 from kvstore.connectors.vllm.plans import StepPlan, StepReport
 from kvstore.connectors.vllm.ranks import RankStores
-from kvstore.connectors.vllm.scheduler import EVENTS_MAX, SchedulerSide
+from kvstore.connectors.vllm.scheduler import SchedulerSide
 from kvstore.connectors.vllm.settings import connector_settings
 from kvstore.connectors.vllm.stats import Growth, StorePromMetrics, StoreStats
 from kvstore.connectors.vllm.stores import open_store
@@ -53,11 +52,10 @@ class WorkerNews(KVConnectorWorkerMetadata):
     """What the scheduler's side wants to know besides what vLLM carries: the workers' together."""
 
     failed: set[str] = field(default_factory=set)
-    stored: list[bytes] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         assert isinstance(other, WorkerNews), "news of one connector"
-        return WorkerNews(self.failed | other.failed, self.stored + other.stored)
+        return WorkerNews(self.failed | other.failed)
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -79,10 +77,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._report = StepReport()
-        self._stored: list[bytes] = []
         self._sources: dict[CacheHitSource, int] = {}
-        events = vllm_config.kv_events_config
-        self._events = events is not None and events.enable_kv_cache_events
         if role == KVConnectorRole.SCHEDULER:
             for line in set_engine_flags(vllm_config):
                 log.warning("kvstore: %s", line)
@@ -159,8 +154,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         news = connector_output.kv_connector_worker_meta
         failed: Iterable[str] = news.failed if isinstance(news, WorkerNews) else ()
         self._scheduling.heard(connector_output.finished_recving or (), failed)
-        if self._events and isinstance(news, WorkerNews) and self._scheduling.names_are_vllms:
-            self._stored = (self._stored + news.stored)[:EVENTS_MAX]
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -174,23 +167,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         return self._scheduling.reset()
-
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Blocks the store took, as vLLM's own offloading tells of those it put in host memory."""
-        stored, self._stored = self._stored, []
-        if not stored:
-            return ()
-        return (
-            BlockStored(
-                block_hashes=[maybe_convert_block_hash(name) for name in stored],
-                parent_block_hash=None,
-                token_ids=[],
-                block_size=0,
-                lora_id=None,
-                medium=MEDIUM_CPU,
-                lora_name=None,
-            ),
-        )
 
     # The worker's side.
 
@@ -240,9 +216,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._report.bad_blocks
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
-        report = self._report
-        stored = report.stored if self._events else []
-        return WorkerNews(report.failed, stored) if report.failed or stored else None
+        failed = self._report.failed
+        return WorkerNews(failed) if failed else None
 
     # Inside.
 
@@ -280,6 +255,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             policy=settings.policy(),
             deadline_ms=settings.prefetch.cap_ms,
             min_load_tokens=settings.prefetch.min_tokens,
+            adapters=Adapters(),
             hashes_per_block=hashes_per_block(
                 self._kv_cache_config, self._namespaces[0].block_tokens
             ),

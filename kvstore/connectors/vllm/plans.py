@@ -73,11 +73,10 @@ class StepReport:
 
     recved: requests whose load has ended. sent: those of `finishing` whose saves have ended.
     bad_blocks: engine's ids of blocks that a load did not fill.
-    failed: requests of `recved` that lack a block. stored: hashes the store took.
+    failed: requests of `recved` that lack a block.
     """
 
     recved: set[str] = field(default_factory=set)
     sent: set[str] = field(default_factory=set)
     bad_blocks: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
-    stored: list[bytes] = field(default_factory=list)

@@ -15,10 +15,12 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kvstore.connectors.attempts import ROUND_TRIP_MS, Attempts
 from kvstore.connectors.base import GuardedStore
+from kvstore.connectors.vllm.adapters import Adapters, LoRARequest, Trust
 from kvstore.connectors.vllm.plans import IDLE_WAIT_S, Blocks, StepPlan
 from kvstore.tiers.policies.prefetch import PrefetchPolicy
 from kvstore.verbs import Answer, BlockStore, Load
@@ -28,8 +30,6 @@ NEVER: Final = 1 << 62
 """More blocks than any request has: as if all were offered."""
 ANSWERS_OF_A_STEP: Final = 2
 """Answers that are waited for in one step: a match's, then that of the load it leads to."""
-EVENTS_MAX: Final = 4096
-"""Stored hashes kept until vLLM takes them as events; further ones are not told."""
 
 
 class Request(Protocol):
@@ -39,12 +39,22 @@ class Request(Protocol):
     num_tokens: int
     block_hashes: Sequence[bytes]
     skip_reading_prefix_cache: bool
+    lora_request: LoRARequest | None
+
+
+@dataclass(eq=False, slots=True)
+class Names:
+    """What the store calls a request's blocks, by vLLM's hashes."""
+
+    salt: bytes
+    ours: dict[bytes, bytes]
 
 
 class SchedulerSide:
     """One engine's. Every call comes from the scheduler's thread.
 
     store: bound to the namespace of the ranks (`ranks.RankStores` of several). Not closed here.
+    adapters: made at the engine's start.
     hashes_per_block: vLLM's hashes within one block; the last of them names it.
     """
 
@@ -55,6 +65,7 @@ class SchedulerSide:
         policy: PrefetchPolicy,
         deadline_ms: float,
         min_load_tokens: int,
+        adapters: Adapters,
         hashes_per_block: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -70,6 +81,8 @@ class SchedulerSide:
             min_load_tokens=min_load_tokens,
             clock=clock,
         )
+        self._adapters = adapters
+        self._names: dict[str, Names] = {}
         self._requests: dict[str, Request] = {}
         self._asked_s: dict[str, float] = {}
         self._first_block: dict[str, int] = {}
@@ -93,11 +106,16 @@ class SchedulerSide:
         if request.skip_reading_prefix_cache or request_id in self._failed:
             return 0
         assert request_id not in self._held, "a match while a load is under way"
-        hashes = self._hashes(request, (request.num_tokens - 1) // self._block_tokens)
-        first = computed_tokens // self._block_tokens
-        self._asked_s.setdefault(request_id, self._clock())
-        self._first_block[request_id] = first
+        asked_s = self._asked_s.setdefault(request_id, self._clock())
         self._pending.pop(request_id, None)
+        trust, salt = self._adapters.salt(request.lora_request)
+        if trust is not Trust.KNOWN:
+            self._attempts.abort(request_id)
+            late = (self._clock() - asked_s) * 1e3 >= self._deadline_ms
+            return None if trust is Trust.READING and not late else 0
+        hashes = self._hashes(request, salt, (request.num_tokens - 1) // self._block_tokens)
+        first = computed_tokens // self._block_tokens
+        self._first_block[request_id] = first
         found = self._attempts.match(request_id, hashes, first, can_start=True)
         if found.answer is Answer.PENDING:
             self._pending[request_id] = (hashes, first)
@@ -158,6 +176,7 @@ class SchedulerSide:
             self._offer(plan, request_id, tokens, block_ids)
         plan.finishing = frozenset(self._finishing)
         self._finishing.clear()
+        self._adapters.stepped()
         self._move_on(IDLE_WAIT_S if plan.idle and not plan.loads else 0.0)
         return plan
 
@@ -189,7 +208,10 @@ class SchedulerSide:
         start = self._offered.get(request_id, 0)
         if full <= start:
             return
-        hashes = self._hashes(request, full, start)
+        trust, salt = self._adapters.salt(request.lora_request)
+        if trust is not Trust.KNOWN:
+            return  # a later step may offer them
+        hashes = self._hashes(request, salt, full, start)
         ids = tuple(block_ids(request_id)[start:full])
         if len(ids) < len(hashes):
             return  # a step that is not computed yet by the time its blocks are asked for
@@ -206,7 +228,7 @@ class SchedulerSide:
         self._pending.pop(request_id, None)
         self._failed.discard(request_id)
         offered = self._offered.pop(request_id, 0)
-        for known in (self._requests, self._asked_s, self._first_block):
+        for known in (self._requests, self._asked_s, self._first_block, self._names):
             known.pop(request_id, None)
         if request_id in self._held or not offered:
             return False
@@ -242,11 +264,6 @@ class SchedulerSide:
         self._epoch = os.urandom(EPOCH_BYTES)
         return True
 
-    @property
-    def names_are_vllms(self) -> bool:
-        """Whether blocks are stored under the hashes that vLLM gave them."""
-        return not self._epoch
-
     def stats(self) -> dict[str, Any]:
         """Counts since the start, and what is held now."""
         return {
@@ -266,16 +283,26 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Hand back every lease; the store stays open."""
+        self._adapters.close()
         self._attempts.close()
         for ticket in self._held.values():
             self._store.release(ticket)
         self._held.clear()
 
-    def _hashes(self, request: Request, stop: int, start: int = 0) -> tuple[bytes, ...]:
+    def _hashes(
+        self, request: Request, salt: bytes, stop: int, start: int = 0
+    ) -> tuple[bytes, ...]:
         """Names of a request's blocks from `start` up to `stop`, as far as they have one."""
         per = self._hashes_per_block
         names = request.block_hashes[start * per : stop * per]
         names = names if per == 1 else names[per - 1 :: per]
-        if not self._epoch:
+        salt = self._epoch + salt
+        if not salt:
             return tuple(names)
-        return tuple(hashlib.sha256(self._epoch + name).digest() for name in names)
+        known = self._names.get(request.request_id)
+        if known is None or known.salt != salt:
+            known = self._names[request.request_id] = Names(salt, {})
+        for name in names:
+            if name not in known.ours:
+                known.ours[name] = hashlib.sha256(salt + name).digest()
+        return tuple(known.ours[name] for name in names)

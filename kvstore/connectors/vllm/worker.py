@@ -232,7 +232,6 @@ class WorkerSide:
         elif self._store.commit(ticket):
             self._counts["blocks_saved"] += len(ticket.grants)
             self._counts["bytes_saved"] += len(ticket.grants) * self._block_bytes
-            self._report.stored += [ticket.hashes[index] for index, _ in ticket.grants]
 
     def _saves_of(self, request_ids: Iterable[str]) -> list[Saving]:
         return [saving for saving in self._saving if saving.plan.request_id in request_ids]
