@@ -271,6 +271,8 @@ def test_a_name_is_its_own_id_and_a_folder_is_known_by_its_files(tmp_path: Path)
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
+    assert fingerprint_of_name(str(folder)) == ("mine", ""), "its weights are elsewhere"
+    (folder / "model.safetensors").write_bytes(b"weights")
     name, revision = fingerprint_of_name(str(folder))
     (folder / "config.json").write_text('{"rope_theta": 1}')
     assert name == "mine"

@@ -1,194 +1,28 @@
-"""Lookups and transfers of the tier, and the pools that killed engines leave, without vLLM."""
+"""Transfers of the tier, and the pools that killed engines leave, without vLLM."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from manual_store import ManualClock, ManualStore
+from tier_rig import ALL, DEADLINE_MS, HANG_LIMIT_S, NAMESPACE, UNIT, Moving, keys_of, unit
 
-from kvstore.blocks import Namespace
 from kvstore.connectors.base import GuardedStore
 from kvstore.connectors.vllm.host_pool import STALE_S, abandoned, remove_abandoned
-from kvstore.connectors.vllm.lookups import KEYS_MAX, SUFFIX_KEYS_MAX, Lookups
 from kvstore.connectors.vllm.plans import IDLE_STEP_S, IDLE_WAIT_S, IdleSteps
-from kvstore.connectors.vllm.transfers import WINDOW_UNITS, JobEnd, Transfers
-from kvstore.verbs import Answer, Load, Match, Save
-
-UNIT = 64
-NAMESPACE = Namespace(
-    model="units", dtype="int8", layers=1, kv_heads=1, head_dim=UNIT, head_dim_v=0, block_tokens=1
+from kvstore.connectors.vllm.transfers import (
+    SAVE_WINDOWS_MAX,
+    WINDOW_UNITS,
+    WINDOWS_MAX,
+    Transfers,
 )
-DEADLINE_MS = 500.0
-HANG_LIMIT_S = 20.0
-ALL = ("match", "load", "save")
-
-
-def keys_of(count: int, tag: int = 0) -> list[bytes]:
-    return [bytes([tag, index // 256, index % 256]) * 12 for index in range(count)]
-
-
-def unit(value: int) -> bytes:
-    return bytes([value % 251, value // 251]) * (UNIT // 2)
-
-
-class Asking:
-    """Lookups over a manual store."""
-
-    def __init__(self, *auto: str) -> None:
-        self.clock = ManualClock()
-        self.store = ManualStore(NAMESPACE, 16, auto)
-        self.lookups = Lookups(GuardedStore(self.store), deadline_ms=DEADLINE_MS, clock=self.clock)
-
-    def ask(
-        self, keys: Sequence[bytes], name: str = "r", *, backwards: bool = False
-    ) -> list[Answer]:
-        """One request's lookups in a step, then its end. The answers by key."""
-        order = list(enumerate(keys, start=1))
-        found = {
-            key: self.lookups.lookup(key, name, 0, position)
-            for position, key in (reversed(order) if backwards else order)
-        }
-        self.lookups.send()
-        return [found[key] for key in keys]
-
-    def again(self, keys: Sequence[bytes], name: str = "r") -> list[Answer]:
-        """The next step."""
-        self.lookups.take_in()
-        return self.ask(keys, name)
-
-
-def test_a_step_asks_its_keys_as_one_run_and_answers_in_the_next() -> None:
-    rig = Asking("match")
-    keys = keys_of(5)
-    for key in keys[:3]:
-        rig.store.put(key, unit(0))
-    assert rig.ask(keys) == [Answer.PENDING] * 5
-    assert [ticket.hashes for ticket in rig.store.asked] == [tuple(keys)]
-    assert rig.again(keys) == [Answer.HIT] * 3 + [Answer.MISS] * 2
-    assert len(rig.store.asked) == 1, "a verdict is kept while its request lives"
-    rig.lookups.request_finished("r")
-    assert len(rig.lookups) == 0
-
-
-def test_nobody_is_waited_for_and_no_answer_is_a_miss_in_the_end() -> None:
-    rig = Asking()
-    keys = keys_of(2)
-    rig.ask(keys)
-    rig.clock.advance(DEADLINE_MS / 1e3 - 0.01)
-    assert rig.again(keys) == [Answer.PENDING] * 2
-    rig.clock.advance(0.02)
-    assert rig.again(keys) == [Answer.MISS] * 2
-    assert rig.lookups.counts["lookups_past_deadline"] == 1
-
-
-def test_a_window_looked_up_from_its_end_is_found_behind_a_gap() -> None:
-    rig = Asking("match")
-    keys = keys_of(6)
-    for key in keys[4:]:
-        rig.store.put(key, unit(0))
-    rig.ask(keys, backwards=True)
-    assert rig.again(keys) == [Answer.MISS] * 4 + [Answer.HIT] * 2
-
-
-def test_a_long_window_lookup_is_bounded() -> None:
-    rig = Asking("match")
-    keys = keys_of(SUFFIX_KEYS_MAX + 10)
-    for key in keys:
-        rig.store.put(key, unit(0))
-    rig.ask(keys, backwards=True)
-    assert len(rig.store.asked) == SUFFIX_KEYS_MAX
-    assert rig.again(keys) == [Answer.MISS] * 10 + [Answer.HIT] * SUFFIX_KEYS_MAX
-
-
-def test_a_key_that_could_not_be_loaded_is_a_miss_at_once_and_stays_one() -> None:
-    rig = Asking("match")
-    keys = keys_of(2)
-    for key in keys:
-        rig.store.put(key, unit(0))
-    rig.ask(keys, "first")
-    assert rig.again(keys, "first") == [Answer.HIT] * 2
-    rig.lookups.forget([keys[1]])
-    for _ in range(3):
-        assert rig.again(keys, "first") == [Answer.HIT, Answer.MISS]
-    assert rig.again(keys, "second") == [Answer.HIT, Answer.MISS]
-    assert len(rig.store.asked) == 1
-
-
-def test_a_request_that_ends_before_its_question_leaves_it_to_the_others() -> None:
-    rig = Asking("match")
-    keys = keys_of(2)
-    rig.store.put(keys[0], unit(0))
-    rig.lookups.lookup(keys[0], "first", 0, 1)
-    rig.lookups.lookup(keys[0], "second", 0, 1)
-    rig.lookups.lookup(keys[1], "first", 0, 2)
-    rig.lookups.request_finished("first")
-    assert rig.again([keys[0]], "second") == [Answer.HIT]
-    rig.lookups.request_finished("second")
-    assert len(rig.lookups) == 0
-
-
-def test_a_late_answer_to_an_earlier_question_does_not_revive_a_key_that_failed() -> None:
-    rig = Asking()
-    (key,) = keys = keys_of(1)
-    rig.store.put(key, unit(0))
-    rig.ask(keys, "first")
-    rig.lookups.request_finished("first")
-    rig.ask(keys, "second")
-    earlier, later = rig.store.asked
-    rig.store.answer(later)
-    assert rig.again(keys, "second") == [Answer.HIT]
-    rig.lookups.forget(keys)
-    rig.store.answer(earlier)
-    assert rig.again(keys, "second") == [Answer.MISS]
-
-
-def test_a_store_that_raises_is_a_miss() -> None:
-    rig = Asking()
-    rig.store.raising = True
-    rig.ask(keys_of(2))
-    assert rig.again(keys_of(2)) == [Answer.MISS] * 2
-
-
-def test_known_keys_are_bounded() -> None:
-    rig = Asking()
-    for number in range(KEYS_MAX):
-        rig.lookups.lookup(number.to_bytes(36, "big"), "r", 0, number)
-    assert rig.lookups.lookup(bytes(36) + b"x", "r", 0, 1) is Answer.MISS
-
-
-class Moving:
-    """Transfers between rows of a pool and a manual store."""
-
-    def __init__(self, *auto: str, slots: int = 16, units: int = 200) -> None:
-        self.clock = ManualClock()
-        self.store = ManualStore(NAMESPACE, slots, auto)
-        self.rows = np.zeros((units, UNIT), np.uint8)
-        self.transfers = Transfers(
-            GuardedStore(self.store), self.rows, deadline_ms=DEADLINE_MS, clock=self.clock
-        )
-
-    def fill(self, row: int, value: int) -> bytes:
-        self.rows[row] = np.frombuffer(unit(value), np.uint8)
-        return unit(value)
-
-    def ends(self, count: int = 1) -> list[JobEnd]:
-        found: list[JobEnd] = []
-        end_s = time.monotonic() + HANG_LIMIT_S
-        while len(found) < count:
-            found += self.transfers.finished()
-            assert time.monotonic() < end_s, "a job that never ends"
-        return sorted(found, key=lambda each: each.job_id)
-
-    def close(self) -> None:
-        self.transfers.close()
-        assert not self.transfers.busy or self.transfers.finished()
-        self.store.check_idle()
+from kvstore.verbs import Load, Match, Save
 
 
 @pytest.fixture
@@ -248,12 +82,15 @@ def test_a_job_longer_than_the_slab_goes_through_it_window_by_window() -> None:
     rig.close()
 
 
-def test_loads_go_ahead_of_saves_that_wait() -> None:
+def test_a_load_never_waits_for_saves_and_goes_ahead_of_those_that_wait() -> None:
     rig = Moving(slots=64)
     for job in range(6):
         rig.transfers.submit(job, keys_of(3, job), range(3), is_load=False)
-    asked = len(rig.store.asked)
+    assert len(rig.store.asked) == SAVE_WINDOWS_MAX < WINDOWS_MAX
+    rig.transfers.submit(8, keys_of(3, 8), range(3), is_load=True)
+    assert isinstance(rig.store.asked[-1], Load), "saves leave it room"
     rig.transfers.submit(9, keys_of(3, 9), range(3), is_load=True)
+    asked = len(rig.store.asked)
     rig.store.answer(rig.store.asked[0])
     end_s = time.monotonic() + HANG_LIMIT_S
     while len(rig.store.asked) == asked and time.monotonic() < end_s:
@@ -272,6 +109,51 @@ def test_a_store_that_says_nothing_ends_jobs_at_their_deadline() -> None:
     assert (load.ok, load.lost) == (False, tuple(keys_of(2)))
     assert (save.ok, save.lost) == (False, ())
     rig.close()
+
+
+def test_the_deadline_is_a_loads_however_many_windows_it_has() -> None:
+    """Windows wait for their turn behind one another: each with a deadline of its own would make a
+    long prompt wait for the sum."""
+    rig = Moving(slots=16)
+    windows = 4 * WINDOWS_MAX
+    for job in range(2):
+        rig.transfers.submit(job, keys_of(4 * windows, job), range(4 * windows), is_load=True)
+    assert len(rig.store.asked) == WINDOWS_MAX, "the others wait for their turn"
+    rig.clock.advance(DEADLINE_MS / 1e3)
+    for end in (ended := rig.transfers.finished()):
+        assert (end.ok, end.moved) == (False, ())
+    assert [end.job_id for end in ended] == [0, 1]
+    assert len(rig.store.asked) == WINDOWS_MAX, "what is late is not asked for"
+    assert rig.transfers.counts["transfers_past_deadline"] == 2 * windows
+    assert rig.transfers.counts["units_lost"] == 2 * 4 * windows
+    rig.close()
+
+
+def test_what_came_before_a_loads_deadline_is_kept_and_a_later_window_has_no_more_time() -> None:
+    rig = Moving(slots=16)
+    keys = keys_of(4 * (WINDOWS_MAX + 1))
+    for key in keys:
+        rig.store.put(key, unit(7))
+    rig.transfers.submit(1, keys, range(len(keys)), is_load=True)
+    first, second = rig.store.asked[:2]
+    rig.clock.advance(0.9 * DEADLINE_MS / 1e3)
+    rig.store.answer(first)
+    end_s = time.monotonic() + HANG_LIMIT_S
+    while len(rig.store.asked) == WINDOWS_MAX and time.monotonic() < end_s:
+        rig.transfers.advance()
+    rig.store.answer(second, blocks=1, done=False)
+    rig.clock.advance(0.1 * DEADLINE_MS / 1e3)
+    (end,) = rig.ends()
+    assert (end.ok, end.moved, end.lost) == (False, tuple(keys[:5]), tuple(keys[5:]))
+    rig.close()
+
+
+def test_a_save_that_is_refused_ends_as_failed_and_asks_for_nothing(moving: Moving) -> None:
+    moving.transfers.refuse(5, keys_of(3))
+    (end,) = moving.ends()
+    assert (end.job_id, end.is_load, end.ok, end.moved) == (5, False, False, ())
+    assert not moving.store.asked
+    assert moving.transfers.counts["units_refused"] == 3
 
 
 def test_a_full_or_raising_store_fails_saves_and_nothing_else() -> None:

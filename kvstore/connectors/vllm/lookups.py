@@ -5,7 +5,8 @@ vLLM asks key by key and wants an answer at once; the store answers runs, a mome
 keys of a step are gathered, sent at its end as runs, and PENDING until their answer has come. A
 verdict is kept as long as a request that asked for it lives: a request that goes on waiting must
 not be told MISS, then HIT. A key that said HIT and could not be loaded is MISS from then on, else
-vLLM would ask and load for ever.
+vLLM would ask and load for ever. Requests that overlap without end would keep a MISS for ever too,
+so one that comes later asks again, for itself.
 """
 
 from __future__ import annotations
@@ -23,14 +24,21 @@ SUFFIX_KEYS_MAX: Final = 256
 MISS."""
 KEYS_MAX: Final = 1 << 16
 """Keys known at once; further ones are MISS."""
+MISS_KEPT_S: Final = 1.0
+"""Age from which a MISS is asked again for a request that comes new to the key."""
 
 
 @dataclass(eq=False, slots=True)
 class Asked:
-    """One key: its verdict, and the requests that wait for it or go by it."""
+    """One key: its verdict, since when, and the requests that wait for it or go by it.
+
+    missed: those of them that were told MISS before it was asked again.
+    """
 
     answer: Answer = Answer.PENDING
+    settled_s: float = 0.0
     requests: set[str] = field(default_factory=set)
+    missed: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +76,11 @@ class Lookups:
         """Answers are under way."""
         return bool(self._questions)
 
+    @property
+    def answered(self) -> int:
+        """Questions whose answers the next `take_in` takes in."""
+        return sum(question.ticket.done for question in self._questions)
+
     def lookup(self, key: bytes, request_id: str, group: int, position: int) -> Answer:
         """HIT, MISS, or PENDING: ask again next step.
 
@@ -80,9 +93,13 @@ class Lookups:
                 return Answer.MISS
             known = self._keys[key] = Asked()
             self._batch.setdefault((request_id, group), []).append((position, key))
+        elif request_id not in known.requests and self._is_old_miss(known):
+            known.missed |= known.requests
+            known.answer = Answer.PENDING
+            self._batch.setdefault((request_id, group), []).append((position, key))
         known.requests.add(request_id)
         self._of_request.setdefault(request_id, set()).add(key)
-        return known.answer
+        return Answer.MISS if request_id in known.missed else known.answer
 
     def send(self) -> None:
         """The end of a step: ask for what is new."""
@@ -114,13 +131,20 @@ class Lookups:
         for key in keys:
             known = self._keys.get(key)
             if known is not None:
-                known.answer = Answer.MISS
+                known.answer, known.settled_s = Answer.MISS, self._clock()
+
+    def forget_all(self) -> None:
+        """Every key is MISS for every request that lives, and no answer under way counts."""
+        self._batch.clear()
+        self._questions.clear()
+        self.forget(list(self._keys))
 
     def request_finished(self, request_id: str) -> None:
         """Drop what only this request asked for."""
         for key in self._of_request.pop(request_id, ()):
             known = self._keys[key]
             known.requests.discard(request_id)
+            known.missed.discard(request_id)
             if not known.requests:
                 del self._keys[key]
         for asked in [asked for asked in self._batch if asked[0] == request_id]:
@@ -145,4 +169,7 @@ class Lookups:
         for key in keys:
             known = self._keys.get(key)
             if known is not None and known.answer is Answer.PENDING:
-                known.answer = answer
+                known.answer, known.settled_s = answer, self._clock()
+
+    def _is_old_miss(self, known: Asked) -> bool:
+        return known.answer is Answer.MISS and self._clock() - known.settled_s >= MISS_KEPT_S

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from pydantic import Field
 
@@ -63,7 +63,10 @@ class TierSettings(StoreSettings):
     """The tier's table in `secondary_tiers`."""
 
     deadline_ms: Milliseconds = Field(default=2000.0, gt=0)
-    """Longest an answer, or slots for a transfer, are waited for."""
+    """Longest an answer, a load, or slots for a save are waited for."""
+    on_reset: Literal["forget", "keep"] = "forget"
+    """When vLLM resets its host pool, as around a change of weights in place: whether what was
+    saved before is not found any more, or still is."""
 
 
 def connector_settings(extra: Mapping[str, Any]) -> ConnectorSettings:

@@ -9,22 +9,25 @@ that it waits for.
 
     "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 34359738368,
-        "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm"}]}
+        "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm",
+                             "revision": "COMMIT"}]}
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
+    OffloadingMetricMetadata,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -32,22 +35,23 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvstore.blocks import DTYPE_BYTES, Namespace
 from kvstore.config import validated
-from kvstore.connectors.base import GuardedStore
 from kvstore.connectors.vllm.host_pool import remove_abandoned
 from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.plans import IdleSteps
-from kvstore.connectors.vllm.settings import StoreSettings, TierSettings, check_version
+from kvstore.connectors.vllm.settings import TierSettings, check_version
 from kvstore.connectors.vllm.stores import open_store
+from kvstore.connectors.vllm.tier_metrics import TierGrowth, definitions
 from kvstore.connectors.vllm.transfers import Transfers, rows_of
-from kvstore.connectors.vllm.weights import fingerprint_of_name
+from kvstore.connectors.vllm.units import EpochStore, namespace_of_units
 from kvstore.verbs import Answer
 
 log = logging.getLogger("vllm.kvstore")
 
 GROUP_BYTES: Final = 4
 """vLLM's keys end with the number of the KV group, big-endian."""
+KEY_BYTES: Final = 32 + GROUP_BYTES
+"""A key whose hash is SHA-256."""
 DRAIN_SLICE_S: Final = 0.01
 ANSWERS: Final = {
     Answer.HIT: LookupResult.HIT,
@@ -77,22 +81,32 @@ class KVStoreTier(SecondaryTierManager):
         self._opened = open_store(
             settings, namespace, engine=offloading_spec.config.engine_id, name="vllm tier"
         )
-        store = GuardedStore(self._opened.store)
+        self._store = store = EpochStore(self._opened.store)
         deadline_ms = settings.deadline_ms
         self._lookups = Lookups(store, deadline_ms=deadline_ms, clock=time.monotonic)
         self._transfers = Transfers(
             store, rows_of(primary_kv_view), deadline_ms=deadline_ms, clock=time.monotonic
         )
         self._steps = IdleSteps(time.monotonic)
+        self._growth = TierGrowth()
+        self._forgets = settings.on_reset == "forget"
+        self._alive: set[str] = set()
+        self._outdated: set[str] = set()
+        self._key_bytes_seen = KEY_BYTES
         log.info("kvstore: tier over namespace %s", namespace.digest)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if len(key) != self._key_bytes_seen:
+            self._warn_of_hash(key)
         group = int.from_bytes(key[-GROUP_BYTES:], "big")
         position = req_context.get_offload_key_position(key) or 0
         return ANSWERS[self._lookups.lookup(bytes(key), req_context.req_id, group, position)]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, is_load=False)
+        if job_metadata.req_context.req_id in self._outdated:
+            self._transfers.refuse(job_metadata.job_id, [bytes(key) for key in job_metadata.keys])
+        else:
+            self._submit(job_metadata, is_load=False)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._submit(job_metadata, is_load=True)
@@ -121,9 +135,12 @@ class KVStoreTier(SecondaryTierManager):
         return self._transfers.busy
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._alive.add(req_context.req_id)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._alive.discard(req_context.req_id)
+        self._outdated.discard(req_context.req_id)
         self._lookups.request_finished(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -131,70 +148,52 @@ class KVStoreTier(SecondaryTierManager):
         self._transfers.advance()
 
     def drain_jobs(self) -> None:
+        """vLLM resets its host pool, and nothing else calls this: `on_reset` says what that means.
+
+        Requests that run on through it may hold KV from before: what they have is not saved.
+        """
         self._transfers.drain(DRAIN_SLICE_S)
+        if self._forgets:
+            self._store.forget()
+            self._lookups.forget_all()
+            self._outdated = set(self._alive)
+            log.info("kvstore: a reset; nothing saved before is found by this engine any more")
 
     def stats(self) -> Mapping[str, Any]:
         """Counts since the start, and what is under way."""
         return {
             **self._lookups.counts,
             **self._transfers.counts,
+            "store_faults": self._store.faults,
             "store_connected": self._opened.store.slab is not None,
             "keys_known": len(self._lookups),
+            "answered": self._lookups.answered,
             "busy": self._transfers.busy,
         }
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._growth.since(self.stats())
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return definitions()
 
     def shutdown(self) -> None:
         """Wait for running copies, hand back every lease, let go of vLLM's pool."""
         self._transfers.close()
         self._opened.close()
 
+    def _warn_of_hash(self, key: OffloadKey) -> None:
+        self._key_bytes_seen = len(key)
+        log.warning(
+            "kvstore: keys of %d bytes (xxhash): unless PYTHONHASHSEED is set, no other engine "
+            "and no restart finds them; --prefix-caching-hash-algo sha256_cbor is right",
+            len(key),
+        )
+
     def _submit(self, job: TransferJob, *, is_load: bool) -> None:
         keys = [bytes(key) for key in job.keys]
         rows = [int(row) for row in job.chunk_ids]
         self._transfers.submit(job.job_id, keys, rows, is_load=is_load)
-
-
-def namespace_of_units(spec: Any, unit_bytes: int, settings: StoreSettings) -> Namespace:
-    """What fixes the bytes of a unit: opaque, all ranks and layers of a group of blocks in a row.
-
-    vLLM tells the tier the model's name only, so its weights are known by a local folder's files or
-    by the revision the user gives.
-    """
-    config = spec.config
-    dtype = str(config.model.dtype).removeprefix("torch.")
-    element = DTYPE_BYTES.get(dtype, 1)
-    if unit_bytes % element:
-        element = 1
-    parts = {
-        "groups": [
-            [group.group_id, group.tokens_per_block, list(group.layer_names)]
-            for group in config.groups
-        ],
-        "tokens_per_hash": config.cache.tokens_per_hash,
-        "blocks": spec.blocks_per_chunk,
-        "bytes": config.worker_kv_bytes_per_block,
-        "ranks": [
-            config.parallel.world_size,
-            config.parallel.tp_size,
-            config.parallel.pp_size,
-            config.parallel.pcp_size,
-            config.parallel.dcp_size,
-        ],
-        "replicated": bool(spec.replicated_layout),
-        "canonical": bool(config.canonical_layout),
-        "order": config.kv_cache_layout,
-        "dtype": dtype,
-    }
-    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-    model, revision = fingerprint_of_name(config.model.name)
-    return Namespace(
-        model=settings.model or model,
-        revision=settings.revision or revision,
-        dtype=dtype if element > 1 else "int8",
-        layers=1,
-        kv_heads=1,
-        head_dim=unit_bytes // element,
-        head_dim_v=0,
-        block_tokens=1,
-        layout=f"vllm-offload-{digest}",
-    )

@@ -25,6 +25,8 @@ WINDOW_SHARE: Final = 0.25
 """Share of the slab's slots that one ticket asks for at most."""
 WINDOWS_MAX: Final = 4
 """Windows of all jobs under way at once; the rest wait in their order, loads first."""
+SAVE_WINDOWS_MAX: Final = 3
+"""How many of them may be saves: a load never waits for the slots that saves wait for."""
 
 
 @dataclass(eq=False, slots=True)
@@ -108,7 +110,8 @@ class Transfers:
     """The jobs of one tier. Every call comes from the scheduler's thread; none waits but `drain`,
     and `advance` and `finished` for as long as they are told.
 
-    deadline_ms: how long a window may wait for its slots.
+    deadline_ms: how long a load may take from its submission until its last copy is queued,
+    however many windows it has; and how long a window of a save may wait for its slots.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class Transfers:
         assert len(keys) == len(rows), "a row for each key"
         job = Job(job_id, is_load, tuple(keys), tuple(rows), self._clock())
         self._jobs[job_id] = job
+        self.counts["load_jobs" if is_load else "save_jobs"] += 1
         size = self._window_units()
         windows = [
             Window(job, start, min(start + size, len(keys))) for start in range(0, len(keys), size)
@@ -162,8 +166,9 @@ class Transfers:
             self._end_copy(copy)
         for window in list(self._running):
             self._move(window)
-        for waiting in (self._loads, self._saves):
-            while waiting and len(self._running) < WINDOWS_MAX:
+        self._give_up_late_loads()
+        for waiting, most in ((self._loads, WINDOWS_MAX), (self._saves, SAVE_WINDOWS_MAX)):
+            while waiting and len(self._running) < most:
                 self._start(waiting.popleft())
 
     def finished(self, wait_s: float = 0.0) -> list[JobEnd]:
@@ -187,6 +192,26 @@ class Transfers:
             self._end_copy(copy)
         for window in list(self._running):
             self._end_window(window, (), failed=True)
+
+    def refuse(self, job_id: int, keys: Sequence[bytes]) -> None:
+        """Take a save and end it: nothing of it is kept."""
+        job = Job(job_id, False, tuple(keys), (), self._clock(), failed=True)
+        self._jobs[job_id] = job
+        self.counts["units_refused"] += len(keys)
+        self._end_job(job)
+
+    def _give_up_late_loads(self) -> None:
+        """A load that is late ends at once, whatever of it still waits for its turn."""
+        waiting, self._loads = self._loads, deque()
+        for window in waiting:
+            if self._is_late(window.job.began_s):
+                self.counts["transfers_past_deadline"] += 1
+                self._end_window(window, (), failed=True)
+            else:
+                self._loads.append(window)
+
+    def _is_late(self, since_s: float) -> bool:
+        return (self._clock() - since_s) * 1e3 >= self._deadline_ms
 
     def _give_up_waiting(self) -> None:
         for waiting in (self._loads, self._saves):
@@ -217,7 +242,7 @@ class Transfers:
         """Queue the copy once all that will come is there, or the time is over."""
         ticket = window.ticket
         assert ticket is not None, "a window that runs has a ticket"
-        late = (self._clock() - window.began_s) * 1e3 >= self._deadline_ms
+        late = self._is_late(window.job.began_s if window.job.is_load else window.began_s)
         if window.copying or not (ticket.done or late):
             return
         self.counts["transfers_past_deadline"] += not ticket.done
@@ -290,6 +315,7 @@ class Transfers:
         del self._jobs[job.job_id]
         moved = set(job.moved)
         lost = [key for key in job.keys if key not in moved] if job.is_load else []
+        self.counts["units_lost"] += len(lost)
         seconds = self._clock() - job.began_s
         self._ended.append(
             JobEnd(job.job_id, job.is_load, not job.failed, tuple(job.moved), tuple(lost), seconds)

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.connectors.weights import fingerprint
+from kvstore.connectors.weights import WEIGHT_FILES, fingerprint
 
 STATIC_ROPES: Final = ("default", "linear", "llama3", "yarn", "mrope")
 """Kinds of RoPE whose angles do not depend on the longest context an engine is started with."""
@@ -37,11 +37,13 @@ def revision_of(vllm_config: Any) -> str:
 
 
 def fingerprint_of_name(name: str) -> tuple[str, str]:
-    """(id, revision) of a model of which only the name is known: a hub's id has no revision here,
-    a local folder's is that of its files."""
+    """(id, revision) of a model of which only the name is known: a local folder (or file) is known
+    by its files, anything else has no revision here ("")."""
     path = Path(name)
     if not path.exists():
         return name, ""
+    if path.is_dir() and not any(file.name.endswith(WEIGHT_FILES) for file in path.iterdir()):
+        return path.name, ""
     config = path / "config.json"
     digest = hashlib.sha256(config.read_bytes() if config.exists() else b"").hexdigest()[:8]
     return path.name, f"{fingerprint(path)}-{digest}"

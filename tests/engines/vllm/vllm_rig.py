@@ -213,9 +213,10 @@ def tier(host_bytes: int, *tiers: dict[str, Any], **extra: Any) -> dict[str, Any
 
 
 def our_tier(socket: str, **table: Any) -> dict[str, Any]:
-    """The table of `KVStoreTier` over a sidecar."""
+    """The table of `KVStoreTier` over a sidecar. Tests empty vLLM's pool to see loads, so a reset
+    keeps what was saved."""
     where = {"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm"}
-    return {**where, "socket": socket, **table}
+    return {**where, "socket": socket, "on_reset": "keep", **table}
 
 
 PATIENT = {"policy": "wait_complete", "cap_ms": 20_000, "min_tokens": 0}
