@@ -266,6 +266,7 @@ class Attempts:
         return slab.slots if not wanted else max(0, int(slab.slots * LEASED_SHARE_MAX) - wanted)
 
     def _miss(self, attempt: Attempt, now_s: float) -> HookMatch:
+        self.counts["matches_failed"] += attempt.match is None or bool(attempt.match.fault)
         if attempt.load is not None:
             self._store.release(attempt.load)
         attempt.match = attempt.load = None

@@ -103,7 +103,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats:
-        return StoreStats(data or {})
+        return StoreStats(dict(data or {}))
 
     @classmethod
     def build_prom_metrics(

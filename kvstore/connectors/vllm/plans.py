@@ -13,6 +13,8 @@ from typing import Final
 IDLE_WAIT_S: Final = 0.001
 """How long either side waits for the store in a step that computes nothing: without it vLLM's loop
 spins, and takes the time that answers and copies need."""
+CONNECTED: Final = "store_connected"
+"""Among a side's counts: 1 while it has a slab of the store's, else 0."""
 IDLE_STEP_S: Final = 0.002
 """A step that lasts less has computed nothing: a model's forward pass takes longer."""
 

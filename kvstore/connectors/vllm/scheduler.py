@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 from kvstore.connectors.attempts import ROUND_TRIP_MS, Attempts
 from kvstore.connectors.base import GuardedStore
 from kvstore.connectors.vllm.adapters import Adapters, LoRARequest, Trust
-from kvstore.connectors.vllm.plans import IDLE_WAIT_S, Blocks, StepPlan
+from kvstore.connectors.vllm.plans import CONNECTED, IDLE_WAIT_S, Blocks, StepPlan
 from kvstore.tiers.policies.prefetch import PrefetchPolicy
 from kvstore.verbs import Answer, BlockStore, Load
 
@@ -270,7 +270,7 @@ class SchedulerSide:
             **self._attempts.counts,
             **self._counts,
             "store_faults": self._store.faults,
-            "store_connected": self._store.store.slab is not None,
+            CONNECTED: self._store.store.slab is not None,
             "requests_waiting": len(self._attempts),
             "loads_under_way": len(self._held),
             "slots_leased": self._attempts.slots_leased(),
@@ -278,8 +278,13 @@ class SchedulerSide:
         }
 
     def counts(self) -> dict[str, int]:
-        """The growing ones of `stats`."""
-        return {**self._attempts.counts, **self._counts}
+        """The growing ones of `stats`, and whether the store is connected."""
+        return {
+            **self._attempts.counts,
+            **self._counts,
+            "store_faults": self._store.faults,
+            CONNECTED: int(self._store.store.slab is not None),
+        }
 
     def close(self) -> None:
         """Hand back every lease; the store stays open."""

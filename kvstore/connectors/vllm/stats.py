@@ -11,24 +11,36 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvstore.connectors.vllm.plans import CONNECTED
+
+CONNECTS, DISCONNECTS = "connects", "disconnects"
+"""Two counters instead of a gauge: vLLM adds up what ranks and processes tell."""
 COUNTERS: Final = {
     "blocks_loaded": "blocks brought into the engine's KV",
     "bytes_loaded": "bytes brought into the engine's KV",
     "load_us": "microseconds that loads took, from plan to end",
     "blocks_failed": "blocks of loads that were computed instead",
+    "loads_failed": "requests whose load lacked a block in some rank",
     "loads_past_deadline": "loads cut at their deadline",
+    "saves": "saves that the store was asked for",
     "blocks_saved": "blocks the store took",
     "bytes_saved": "bytes the store took",
     "blocks_refused": "blocks of saves that found no slot",
     "saves_dropped": "saves that were not asked, too many being under way",
+    "saves_failed": "saves that ended in a fault of the store, an absent sidecar among them",
     "saves_past_deadline": "saves given up at their deadline",
     "saves_cut_by_preemption": "saves given up because their blocks were taken",
     "matches": "questions what is held of a prompt",
     "hits": "questions answered by a run",
     "misses": "questions answered by nothing",
+    "matches_failed": "misses because the store could not answer, an absent sidecar among them",
     "waits_cut_by_deadline": "waits for lower tiers ended by the deadline",
     "waits_cut_by_policy": "waits for lower tiers ended by the policy",
     "copies_failed": "copies that ended in an error",
+    "copies_dropped": "copies that were not made, too many being under way",
+    "store_faults": "verbs that broke the store's promise not to raise",
+    CONNECTS: "connections made to the store: the scheduler's and each rank's",
+    DISCONNECTS: "connections lost; without the connections made they leave those there are",
 }
 """What is told, of `WorkerSide.counts` and `SchedulerSide.counts`."""
 
@@ -65,6 +77,9 @@ class Growth:
             for name in COUNTERS
             if counts.get(name, 0) != self._before.get(name, 0)
         }
+        changed = counts[CONNECTED] - self._before.get(CONNECTED, 0)
+        if changed:
+            grown[CONNECTS if changed > 0 else DISCONNECTS] = 1
         self._before = dict(counts)
         return StoreStats(grown) if grown else None
 

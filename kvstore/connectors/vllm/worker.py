@@ -19,7 +19,13 @@ import torch
 from kvstore import kernels
 from kvstore.connectors.base import Copy, CopyThread, Direction, GuardedStore
 from kvstore.connectors.vllm.describe import in_layer_order
-from kvstore.connectors.vllm.plans import IDLE_WAIT_S, Blocks, StepPlan, StepReport
+from kvstore.connectors.vllm.plans import (
+    CONNECTED,
+    IDLE_WAIT_S,
+    Blocks,
+    StepPlan,
+    StepReport,
+)
 from kvstore.errors import ConfigError
 from kvstore.verbs import BlockStore, Load, Save
 
@@ -145,15 +151,19 @@ class WorkerSide:
         return report
 
     def counts(self) -> dict[str, int]:
-        """Counts since the start."""
-        return dict(self._counts)
+        """Counts since the start, and whether the store is connected."""
+        return {
+            **self._counts,
+            "store_faults": self._store.faults,
+            CONNECTED: int(self._store.store.slab is not None),
+        }
 
     def stats(self) -> dict[str, Any]:
         """Counts, and what is under way."""
         return {
             **self._counts,
             "store_faults": self._store.faults,
-            "store_connected": self._store.store.slab is not None,
+            CONNECTED: self._store.store.slab is not None,
             "loads_under_way": len(self._loading),
             "saves_under_way": len(self._saving),
             "copies_under_way": self._copies.under_way,
@@ -227,6 +237,7 @@ class WorkerSide:
         self._saving.remove(saving)
         ticket = saving.ticket
         self._counts["blocks_refused"] += ticket.dropped
+        self._counts["saves_failed"] += bool(ticket.fault)
         if not copied:
             self._store.release(ticket)
         elif self._store.commit(ticket):

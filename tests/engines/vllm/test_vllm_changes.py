@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 from tiny_models import write_adapter, write_model
-from vllm_rig import Engine, Sidecar, check_same, full_blocks, needs_vllm, patient, tokens
+from vllm_rig import (
+    Engine,
+    Sidecar,
+    check_same,
+    full_blocks,
+    needs_vllm,
+    patient,
+    tokens,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
@@ -51,3 +60,66 @@ def test_an_adapter_replaced_under_its_name(engines: tuple[Engine, Engine], tmp_
     check_same(again, new)
     assert a.ask("settle")["requests"] == 0
     assert sidecar.stop() == 0
+
+
+def test_metrics_tell_whether_there_is_a_sidecar(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    a, _ = engines
+    write_model(tmp_path / "llama", "llama", 6)
+    a.start(tmp_path / "llama", kv_transfer_config=patient(str(tmp_path / "kv.sock")))
+    asked = iter(range(10_000))
+
+    def told() -> dict[str, float]:
+        """vLLM's metrics after one more request."""
+        a.generate([tokens(next(asked), 100)], tokens=2)
+        names = ("connects", "disconnects", "matches_failed", "saves_failed", "saves")
+        metrics = a.ask("metrics")["metrics"]
+        return {name: metrics[f"vllm:kvstore_{name}"] for name in names}
+
+    absent = told()
+    assert absent["connects"] == absent["disconnects"] == 0
+    assert absent["matches_failed"] == 1
+    assert absent["saves_failed"] == absent["saves"] > 0
+    sidecar = Sidecar(tmp_path, "--l2", "64MiB", "--slot", "128KiB")
+    wait_until(lambda: told()["connects"] == 2, "the scheduler's and the worker's")
+    before = told()
+    after = told()
+    assert after["disconnects"] == 0
+    assert after["saves"] > before["saves"]
+    assert after["matches_failed"] == before["matches_failed"]
+    sidecar.kill()
+    wait_until(lambda: told()["disconnects"] == 2, "both have seen that it is gone")
+    assert told()["connects"] == 2
+
+
+def test_ranks_are_added_up_and_logged_by_interval() -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
+
+    from kvstore.connectors.vllm.stats import Growth
+
+    worker, other, scheduler = Growth(), Growth(), Growth()
+    step = worker.since({"blocks_saved": 3, "store_connected": 1, "not_told": 7})
+    assert step is not None
+    for each in (
+        other.since({"blocks_saved": 2, "store_connected": 1}),
+        scheduler.since({"hits": 1, "store_connected": 0}),
+    ):
+        assert each is not None
+        step = step.aggregate(each)
+    assert worker.since({"blocks_saved": 3, "store_connected": 1}) is None
+    lost = worker.since({"blocks_saved": 4, "store_connected": 0})
+    assert lost is not None
+    logged = KVConnectorLogging(KVTransferConfig(**patient("/none")))
+    lines: list[str] = []
+    for _ in range(2):
+        logged.observe(step.to_dict())
+        logged.observe(lost.to_dict())
+        logged.log(lambda form, *values: lines.append(form % values))
+        logged.log(lambda form, *values: lines.append(form % values))
+    assert lines[0] == lines[1], "what was told is not what is added up"
+    assert lines[0].removeprefix("KV Transfer metrics: ").split(", ") == [
+        "blocks_saved=6", "connects=2", "hits=1", "disconnects=1",
+    ]  # fmt: skip
+    assert len(lines) == 2, "an interval in which nothing has grown is not logged"
