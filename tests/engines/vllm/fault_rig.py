@@ -102,6 +102,44 @@ class FaultWorld:
         )
         return told(ended)
 
+    def requests(self, count: int) -> list[dict[str, Any]]:
+        """That share beginnings by fours, for `pressed`."""
+        shared = [tokens(20 + number, 96) for number in range(4)]
+        return [
+            {
+                "id": f"r{number}",
+                "prompt": shared[number % 4] + tokens(100 + number, 40 + 7 * number),
+                "tokens": 40,
+            }
+            for number in range(count)
+        ]
+
+    def alone(self, requests: list[dict[str, Any]]) -> dict[str, list[int]]:
+        """What each says when nothing else runs."""
+        results = self.engine.generate([each["prompt"] for each in requests], tokens=40)
+        return {each["id"]: one["tokens"] for each, one in zip(requests, results, strict=True)}
+
+    def pressed(
+        self, requests: list[dict[str, Any]], expected: dict[str, list[int]], rounds: int
+    ) -> None:
+        """All of them at once, every fifth aborted at some step: they say what they say alone, as
+        far as they come, vLLM preempts some, and nothing is held afterwards."""
+        before = self.engine.ask("metrics")["metrics"].get("vllm:num_preemptions", 0)
+        aborts = {f"r{number}": 3 + 9 * number for number in range(0, len(requests), 5)}
+        for round_ in range(rounds):
+            assert self.engine.ask("reset")["reset"]
+            renamed = [{**each, "id": f"{each['id']}-{round_}"} for each in requests]
+            names = {f"{name}-{round_}": step for name, step in aborts.items()}
+            done = self.engine.ask("run", requests=renamed, aborts=names, within_s=120)["done"]
+            found = {name.rpartition("-")[0]: each for name, each in done.items()}
+            assert set(expected) - set(aborts) <= set(found)
+            for name, each in found.items():
+                full = expected[name]
+                assert each["tokens"] == full[: len(each["tokens"])], name
+                assert len(each["tokens"]) == len(full) or name in aborts
+        assert self.engine.ask("metrics")["metrics"]["vllm:num_preemptions"] > before
+        self.nothing_is_held()
+
     def nothing_is_held(self) -> None:
         assert self.engine.ask("settle")["requests"] == 0
         held = self.engine.held()

@@ -7,7 +7,6 @@ alone take seconds), so tests share them, and prompts are new for each test.
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -75,15 +74,10 @@ class World:
         transfer = patient(self.sidecar.socket)
         engine.start(model, kv_transfer_config=transfer, num_gpu_blocks_override=1024, **arguments)
 
-    def post(self, path: str) -> Any:
-        request = urllib.request.Request(f"{self.sidecar.url}{path}", method="POST")
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
-
     def only_disk(self) -> None:
         """Everything is on disk, and nowhere else but in the engines."""
-        assert self.post("/v1/flush")["flushed"]
-        self.post("/v1/clear?tier=l2")
+        assert json.loads(self.sidecar.post("/v1/flush"))["flushed"]
+        self.sidecar.post("/v1/clear?tier=l2")
 
     def by_source(self, engine: Engine) -> dict[str, float]:
         """Cached tokens of prompts so far, by where they came from, as vLLM tells it."""

@@ -3,7 +3,6 @@ through the connector and through the tier."""
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import redis_rig
 from tiny_models import write_model
 from vllm_rig import (
     BLOCK,
-    LIMIT_S,
     PATIENT_TIER,
     Engine,
     Sidecar,
@@ -80,8 +78,7 @@ class World:
         # Of the tier this empties vLLM's host pool; the connector has nothing between.
         assert self.engine.ask("reset", connector=self.by == "tier")["reset"]
         for path in ("/v1/flush", "/v1/clear?tier=l2"):
-            request = urllib.request.Request(f"{self.sidecar.url}{path}", method="POST")
-            urllib.request.urlopen(request, timeout=LIMIT_S).close()
+            self.sidecar.post(path)
 
     def hashes(self, prompt: list[int]) -> list[bytes]:
         group = b"" if self.by == "connector" else bytes(4)

@@ -61,3 +61,17 @@ def test_a_load_under_way(world: FaultWorld) -> None:
     sidecar.resume()
     world.nothing_is_held()
     world.nothing_is_leased(sidecar)
+
+
+def test_a_tier_that_hangs_below_a_sidecar_that_does_not(world: FaultWorld) -> None:
+    config = '[[tiers]]\nkind = "faulty.hanging"\n'
+    sidecar = world.sidecar("--l2", "64MiB", "--slot", "128KiB", config=config)
+    assert world.outputs() == world.expected
+    world.nothing_is_held()
+    for path in ("/v1/flush", "/v1/clear?tier=l2"):
+        sidecar.post(path)
+    before = world.count("waits_cut_by_deadline")
+    assert world.outputs() == world.expected
+    assert world.count("waits_cut_by_deadline") > before
+    world.nothing_is_held()
+    sidecar.kill()  # as it would wait for its reads

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from fault_rig import PROMPTS, FaultWorld, told
-from vllm_rig import Engine, needs_vllm, tokens, wait_until
+from vllm_rig import Engine, needs_vllm, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
@@ -179,31 +179,8 @@ def test_a_load_under_way(world: FaultWorld, what: str) -> None:
 
 def test_pressure_preemption_and_aborts(world: FaultWorld) -> None:
     """32 requests at once in 63 blocks, a fifth of them aborted at some step."""
-    shared = [tokens(20 + number, 96) for number in range(4)]
-    requests = [
-        {
-            "id": f"r{number}",
-            "prompt": shared[number % 4] + tokens(100 + number, 40 + 7 * number),
-            "tokens": 40,
-        }
-        for number in range(32)
-    ]
-    alone = world.engine.generate([each["prompt"] for each in requests], tokens=40)
-    expected = {each["id"]: one["tokens"] for each, one in zip(requests, alone, strict=True)}
+    requests = world.requests(32)
+    expected = world.alone(requests)
     sidecar = world.sidecar()
-    before = world.engine.ask("metrics")["metrics"].get("vllm:num_preemptions", 0)
-    aborts = {f"r{number}": 3 + 9 * number for number in range(0, 32, 5)}
-    for round_ in range(3):
-        assert world.engine.ask("reset")["reset"]
-        renamed = [{**each, "id": f"{each['id']}-{round_}"} for each in requests]
-        names = {f"{name}-{round_}": step for name, step in aborts.items()}
-        done = world.engine.ask("run", requests=renamed, aborts=names, within_s=120)["done"]
-        told = {name.rpartition("-")[0]: each for name, each in done.items()}
-        assert set(expected) - set(aborts) <= set(told)
-        for name, each in told.items():
-            full = expected[name]
-            assert each["tokens"] == full[: len(each["tokens"])], name
-            assert len(each["tokens"]) == len(full) or name in aborts
-    assert world.engine.ask("metrics")["metrics"]["vllm:num_preemptions"] > before
-    world.nothing_is_held()
+    world.pressed(requests, expected, rounds=3)
     world.nothing_is_leased(sidecar)

@@ -132,11 +132,6 @@ def saved(sidecar: Sidecar, blocks: int) -> None:
     wait_until(lambda: sidecar.stats()["l2"]["slots_ready"] >= blocks, "the blocks are saved")
 
 
-def post(sidecar: Sidecar, path: str) -> None:
-    request = urllib.request.Request(f"{sidecar.url}{path}", method="POST")
-    urllib.request.urlopen(request, timeout=LIMIT_S).close()
-
-
 @pytest.mark.parametrize("source", ["host", "disk"])
 def test_a_long_prompt_is_reused(server: Server, sidecar: Sidecar, source: str) -> None:
     prompt = tokens(10 if source == "host" else 11, 700)
@@ -147,8 +142,8 @@ def test_a_long_prompt_is_reused(server: Server, sidecar: Sidecar, source: str) 
     for _ in range(TRIES_MAX):
         server.reset()
         if source == "disk":
-            post(sidecar, "/v1/flush")
-            post(sidecar, "/v1/clear?tier=l2")
+            sidecar.post("/v1/flush")
+            sidecar.post("/v1/clear?tier=l2")
         again, cached = server.complete(prompt, "user")
         assert again == text
         if cached == full_blocks(prompt):

@@ -141,3 +141,11 @@ def test_requests_that_wait_for_an_answer(world: FaultWorld, sidecar: Sidecar) -
     sidecar.resume()
     world.nothing_is_held()
     world.nothing_is_leased(sidecar)
+
+
+def test_pressure_preemption_and_aborts(world: FaultWorld) -> None:
+    requests = world.requests(16)
+    expected = world.alone(requests)
+    sidecar = world.sidecar()
+    world.pressed(requests, expected, rounds=1)
+    world.nothing_is_leased(sidecar)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,13 @@ class Sidecar:
         from kvstore.link import ask_stats
 
         return ask_stats(self.socket, None)
+
+    def post(self, path: str) -> bytes:
+        """The answer of its HTTP API."""
+        request = urllib.request.Request(f"{self.url}{path}", method="POST")
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            found: bytes = answer.read()
+            return found
 
     def suspend(self) -> None:
         """Its threads run on until the kernel has stopped the last of them, so wait for that."""

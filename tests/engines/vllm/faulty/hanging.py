@@ -1,0 +1,20 @@
+"""A tier of which every read hangs: `kind = "faulty.hanging"`."""
+
+from __future__ import annotations
+
+from kvstore.config import Section
+from kvstore.testing.faults import Fault, FaultyTier, always
+from kvstore.tiers.base import Tier
+from kvstore.tiers.memory import Config as Memory
+from kvstore.tiers.memory import open as memory
+
+
+class Config(Section):
+    """Its part of the configuration."""
+
+    name: str = "hanging"
+
+
+def open(config: Config) -> Tier:
+    """The tier."""
+    return FaultyTier(memory(Memory(name=config.name)), always(Fault.HUNG, "read"))
