@@ -1,5 +1,5 @@
-"""What a tier's units are called: whatever fixes their bytes is in the namespace, and a reset hides
-what was saved before."""
+"""What a tier's units are called: whatever fixes their bytes is in the namespace, and no two names
+begin alike."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from manual_store import ManualStore
+from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, fill, until_done
 
+import kvstore
 from kvstore.blocks import Namespace
 from kvstore.connectors.vllm.settings import TierSettings
-from kvstore.connectors.vllm.units import namespace_of_units
+from kvstore.connectors.vllm.units import UnitStore, namespace_of_units
 from kvstore.errors import ConfigError
 
 UNIT_BYTES = 4096
@@ -99,3 +102,42 @@ def test_folders_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> No
         for place, weights in (("1", b"weights"), ("2", b"weights"), ("3", b"others"))
     )
     assert one.digest == same.digest != other.digest
+
+
+CATALOGUE_BYTES = 16
+"""Of a name, by which the sidecar's catalogue knows it."""
+
+
+def test_one_block_in_two_groups_has_two_names_from_their_first_bytes_on() -> None:
+    store = ManualStore(NAMESPACE, 4)
+    units = UnitStore(store)
+    keys = [bytes(range(32)) + group.to_bytes(4, "big") for group in range(40)]
+    for verb in (units.match, units.load, units.save):
+        verb(keys)
+    units.forget()
+    units.match(keys)
+    before, *others, after = (ticket.hashes for ticket in store.asked)
+    assert others == [before, before]
+    assert before[0] == keys[0], "vLLM's own where there is one group"
+    assert len({name[:CATALOGUE_BYTES] for name in (*before, *after)}) == 2 * len(keys)
+
+
+def test_a_sidecar_tells_one_blocks_groups_apart(tmp_path: Path) -> None:
+    keys = [bytes(range(32)) + group.to_bytes(4, "big") for group in range(2)]
+    sidecar = ForkedSidecar(tmp_path)
+    client = kvstore.connect(sidecar.socket, NAMESPACE)
+    units = UnitStore(client)
+    save = units.save(keys[1:])
+    assert save is not None
+    until_done(client, save)
+    fill(client, save)
+    units.commit(save)
+    assert client.sync(LIMIT_S)
+    held = []
+    for key in keys:
+        asked = units.match([key])
+        assert asked is not None
+        held.append(until_done(client, asked).tiers)
+    assert held == [[], ["l2"]]
+    client.close()
+    assert sidecar.stop() == 0

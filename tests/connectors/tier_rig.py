@@ -11,7 +11,7 @@ from manual_store import ManualClock, ManualStore
 from kvstore.blocks import Namespace
 from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.transfers import JobEnd, Transfers
-from kvstore.connectors.vllm.units import EpochStore
+from kvstore.connectors.vllm.units import UnitStore
 from kvstore.verbs import Answer
 
 UNIT = 64
@@ -24,7 +24,8 @@ ALL = ("match", "load", "save")
 
 
 def keys_of(count: int, tag: int = 0) -> list[bytes]:
-    return [bytes([tag, index // 256, index % 256]) * 12 for index in range(count)]
+    """Keys of the first group."""
+    return [bytes([tag, index // 256, index % 256, 1]) * 8 + bytes(4) for index in range(count)]
 
 
 def unit(value: int) -> bytes:
@@ -37,7 +38,7 @@ class Asking:
     def __init__(self, *auto: str) -> None:
         self.clock = ManualClock()
         self.store = ManualStore(NAMESPACE, 16, auto)
-        self.guarded = EpochStore(self.store)
+        self.guarded = UnitStore(self.store)
         self.lookups = Lookups(self.guarded, deadline_ms=DEADLINE_MS, clock=self.clock)
 
     def ask(
@@ -66,7 +67,7 @@ class Moving:
         self.store = ManualStore(NAMESPACE, slots, auto)
         self.rows = np.zeros((units, UNIT), np.uint8)
         self.transfers = Transfers(
-            EpochStore(self.store), self.rows, deadline_ms=DEADLINE_MS, clock=self.clock
+            UnitStore(self.store), self.rows, deadline_ms=DEADLINE_MS, clock=self.clock
         )
 
     def fill(self, row: int, value: int) -> bytes:

@@ -43,13 +43,11 @@ from kvstore.connectors.vllm.settings import TierSettings, check_version
 from kvstore.connectors.vllm.stores import open_store
 from kvstore.connectors.vllm.tier_metrics import TierGrowth, definitions
 from kvstore.connectors.vllm.transfers import Transfers, rows_of
-from kvstore.connectors.vllm.units import EpochStore, namespace_of_units
+from kvstore.connectors.vllm.units import GROUP_BYTES, UnitStore, namespace_of_units
 from kvstore.verbs import Answer
 
 log = logging.getLogger("vllm.kvstore")
 
-GROUP_BYTES: Final = 4
-"""vLLM's keys end with the number of the KV group, big-endian."""
 KEY_BYTES: Final = 32 + GROUP_BYTES
 """A key whose hash is SHA-256."""
 DRAIN_SLICE_S: Final = 0.01
@@ -81,7 +79,7 @@ class KVStoreTier(SecondaryTierManager):
         self._opened = open_store(
             settings, namespace, engine=offloading_spec.config.engine_id, name="vllm tier"
         )
-        self._store = store = EpochStore(self._opened.store)
+        self._store = store = UnitStore(self._opened.store)
         deadline_ms = settings.deadline_ms
         self._lookups = Lookups(store, deadline_ms=deadline_ms, clock=time.monotonic)
         self._transfers = Transfers(

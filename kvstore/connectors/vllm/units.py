@@ -1,5 +1,4 @@
-"""What a tier's units are called in the store: the namespace they lie in, and their names after a
-reset."""
+"""What a tier's units are called in the store: the namespace they lie in, and their names there."""
 
 from __future__ import annotations
 
@@ -17,13 +16,18 @@ from kvstore.errors import ConfigError
 from kvstore.verbs import BlockStore, Load, Match, Save
 
 EPOCH_BYTES: Final = 16
+GROUP_BYTES: Final = 4
+"""vLLM's keys end with the number of the KV group, big-endian."""
+FIRST: Final = bytes(GROUP_BYTES)
 
 
-class EpochStore(GuardedStore):
-    """A guarded store in which nothing saved before the last `forget` is found again.
+class UnitStore(GuardedStore):
+    """A guarded store that is asked by vLLM's keys: a block's hash and the number of its KV group.
 
-    The store is shared, so nothing is deleted: names are hashed with a random prefix from then on,
-    which no other engine and no later start knows.
+    A store's names are uniform in their first bytes (its catalogue goes by 16 of them), and one
+    block's keys in two groups begin alike, so all but the first group's are hashed. After `forget`
+    all are, with a random prefix that no other engine and no later start knows: the store is
+    shared, so nothing is deleted, and nothing saved before is found again.
     """
 
     def __init__(self, store: BlockStore) -> None:
@@ -42,10 +46,12 @@ class EpochStore(GuardedStore):
     def save(self, hashes: Sequence[bytes]) -> Save | None:
         return super().save(self._names(hashes))
 
-    def _names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        if not self._epoch:
-            return hashes
-        return [hashlib.sha256(self._epoch + name).digest() for name in hashes]
+    def _names(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        epoch = self._epoch
+        return [
+            hashlib.sha256(epoch + key).digest() if epoch or key[-GROUP_BYTES:] != FIRST else key
+            for key in keys
+        ]
 
 
 def namespace_of_units(spec: Any, unit_bytes: int, settings: StoreSettings) -> Namespace:
