@@ -249,6 +249,32 @@ def test_events_travel_from_engines_to_the_index() -> None:
         engine.close()
 
 
+def test_an_engine_that_is_gone_holds_nothing() -> None:
+    """And one that comes in its place is listened to."""
+    from kvstore.service.event_sockets import Publisher, Subscriber
+
+    index = EngineIndex()
+    first, other = (Publisher("tcp://127.0.0.1:*") for _ in range(2))
+    endpoint = first.endpoint
+    listener = Subscriber([endpoint, other.endpoint], index)
+
+    def held(engine: Publisher, name: int) -> bool:
+        engine.publish(batch(BlockStored((name,))))
+        return engine.endpoint in index.runs([name])
+
+    wait_until(lambda: held(first, 1))
+    wait_until(lambda: held(other, 1))
+    first.close()
+    wait_until(lambda: endpoint not in index.runs([1]))
+    assert index.snapshot()["engines"] == {other.endpoint: {"GPU": 1}}
+    again = Publisher(endpoint)
+    wait_until(lambda: held(again, 2))
+    assert index.runs([1]) == {other.endpoint: {"GPU": 1}}
+    listener.close()
+    for engine in (again, other):
+        engine.close()
+
+
 def test_messages_that_are_none_are_passed_over() -> None:
     from kvstore.service.event_sockets import Subscriber
 

@@ -27,12 +27,15 @@ QUEUED_MAX: Final = 10_000
 gap."""
 REPLAY_BATCHES: Final = 10_000
 POLL_MS: Final = 200
+PING_MS: Final = 5000
+"""How often a subscriber asks whether an engine's host is still there; as long it waits."""
 NUMBER_BYTES: Final = 8
 END_OF_REPLAY: Final = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 
 class Subscriber:
-    """Listens to engines, each at its endpoint, and keeps an index of what they hold.
+    """Listens to engines, each at its endpoint, and keeps an index of what they hold. Of one that
+    is gone nothing is kept: what it held went with it.
 
     Raises:
         ConfigError: an endpoint that is none.
@@ -43,6 +46,7 @@ class Subscriber:
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._engines: dict[Any, str] = {}
+        self._monitors: dict[Any, Any] = {}
         self._refused: set[str] = set()
         self._stopping = threading.Event()
         try:
@@ -64,7 +68,10 @@ class Subscriber:
         socket = self._context.socket(zmq.SUB)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, QUEUED_MAX)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
         self._engines[socket] = endpoint
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitors[monitor] = socket
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -74,11 +81,25 @@ class Subscriber:
             ) from None
         socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             for socket, _ in self._poller.poll(POLL_MS):
-                self._receive(socket)
+                if socket in self._monitors:
+                    self._forget(socket)
+                else:
+                    self._receive(socket)
+
+    def _forget(self, monitor: Any) -> None:
+        """A connection is gone, and with it what it told, some of which may not be read yet."""
+        monitor.recv_multipart()
+        socket = self._monitors[monitor]
+        for _ in range(QUEUED_MAX):
+            if not socket.poll(0):
+                break
+            self._receive(socket)
+        self._index.forget(self._engines[socket])
 
     def _receive(self, socket: Any) -> None:
         engine = self._engines[socket]
@@ -97,6 +118,9 @@ class Subscriber:
                 log.warning("KV events of %s that cannot be read: %s", engine, error)
 
     def _close_sockets(self) -> None:
+        for monitor, socket in self._monitors.items():
+            socket.disable_monitor()
+            monitor.close(linger=0)
         for socket in self._engines:
             socket.close()
         self._context.term()
