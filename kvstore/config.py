@@ -27,6 +27,7 @@ right and says so (`wire.check`).
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -439,3 +440,8 @@ def _read_environment() -> dict[str, Any]:
         return source()
     except SettingsError as error:
         raise ConfigError(f"environment: {error}") from None
+
+
+def hash_seed() -> str | None:
+    """What vLLM's xxhash begins its chains with; None: bytes that each process makes up."""
+    return os.environ.get("PYTHONHASHSEED")

@@ -81,6 +81,17 @@ def test_flags_of_the_tier() -> None:
     good = states(OFFLOADING, "--hash-algorithm", "sha256_cbor")
     assert (good["flags"], good["hash algorithm"], good["sidecar"]) == ("ok", "ok", "wrong")
     assert states(OFFLOADING)["hash algorithm"] == "wrong", "nobody sets it there"
+
+
+@pytest.mark.parametrize(("seed", "expected"), [(None, ("note", "wrong")), ("0", ("ok", "ok"))])
+def test_hashes_that_need_a_seed(
+    monkeypatch: pytest.MonkeyPatch, seed: str | None, expected: tuple[str, str]
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    found = [states(each, "--hash-algorithm", "xxhash_cbor") for each in (CONNECTOR, OFFLOADING)]
+    assert tuple(each["hash algorithm"] for each in found) == expected
     assert states({**OFFLOADING, "kv_load_failure_policy": "fail"})["kv_load_failure_policy"] == (
         "wrong"
     )

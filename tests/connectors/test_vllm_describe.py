@@ -155,11 +155,6 @@ def test_ranks_have_namespaces_of_their_own_unless_they_hold_the_same() -> None:
         ),
         ({}, a_config(a_spec(state_content_bytes=9)), "packed"),
         ({}, a_config(a_spec(tokens_per_state=4)), "packed"),
-        (
-            {"cache": {"cache_dtype": "fp8", "calculate_kv_scales": True}},
-            a_config(a_spec(kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"))),
-            "calculate_kv_scales",
-        ),
     ],
 )
 def test_what_cannot_be_kept_right_is_refused_in_one_line(
@@ -172,13 +167,21 @@ def test_what_cannot_be_kept_right_is_refused_in_one_line(
 
 def test_flags_are_set_and_said_once() -> None:
     engine = an_engine(cache={"prefix_caching_hash_algo": "sha256"})
-    lines = set_engine_flags(engine)
+    lines = set_engine_flags(engine, None)
     assert engine.kv_transfer_config.kv_load_failure_policy == "recompute"
     assert engine.cache_config.prefix_caching_hash_algo == "sha256_cbor"
     assert [line.split()[0] for line in lines] == [
         "kv_load_failure_policy", "prefix_caching_hash_algo",
     ]  # fmt: skip
-    assert set_engine_flags(engine) == []
+    assert set_engine_flags(engine, None) == []
+
+
+def test_hashes_that_begin_with_made_up_bytes_are_not_left_so() -> None:
+    for seed, algorithm in ((None, "sha256_cbor"), ("0", "xxhash_cbor")):
+        engine = an_engine(cache={"prefix_caching_hash_algo": "xxhash_cbor"})
+        lines = [line for line in set_engine_flags(engine, seed) if "PYTHONHASHSEED" in line]
+        assert engine.cache_config.prefix_caching_hash_algo == algorithm
+        assert len(lines) == (seed is None)
 
 
 def test_hashes_of_a_block() -> None:

@@ -83,8 +83,6 @@ def packages(
 
 def flags(transfer: Mapping[str, Any], hash_algorithm: str) -> Iterator[Finding]:
     """What vLLM is started with."""
-    from kvstore.hashing import check_algorithm
-
     connector = transfer.get("kv_connector")
     if not transfer:
         yield note("flags", "give --kv-transfer-config to have it checked")
@@ -105,13 +103,7 @@ def flags(transfer: Mapping[str, Any], hash_algorithm: str) -> Iterator[Finding]
             yield note("kv_load_failure_policy", "the connector sets it to 'recompute'")
         else:
             yield wrong("kv_load_failure_policy", said)
-    if connector == CONNECTOR and hash_algorithm == "sha256":
-        yield note("hash algorithm", "the connector sets it to 'sha256_cbor'")
-    else:
-        yield attempt(
-            "hash algorithm",
-            lambda: ok("hash algorithm", check_algorithm(hash_algorithm)),
-        )
+    yield _hash_algorithm(connector, hash_algorithm)
 
 
 def shared_memory(
@@ -171,6 +163,24 @@ def sidecar(
 def _free_bytes() -> int:
     status = os.statvfs(SHARED_MEMORY)
     return status.f_bavail * status.f_frsize
+
+
+def _hash_algorithm(connector: Any, algorithm: str) -> Finding:
+    from kvstore.config import hash_seed
+    from kvstore.connectors.vllm.describe import is_random
+    from kvstore.hashing import ALGORITHMS, check_algorithm
+
+    what = "hash algorithm"
+    random = algorithm in ALGORITHMS and is_random(algorithm, hash_seed())
+    if connector == CONNECTOR and (random or algorithm == "sha256"):
+        return note(what, "the connector sets it to 'sha256_cbor'")
+    if random:
+        return wrong(
+            what,
+            f"{algorithm!r} names blocks otherwise in every process unless PYTHONHASHSEED is set; "
+            "'sha256_cbor' is right",
+        )
+    return attempt(what, lambda: ok(what, check_algorithm(algorithm)))
 
 
 def _release(found: str) -> Finding:

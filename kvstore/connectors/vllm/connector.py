@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvstore.config import hash_seed
 from kvstore.connectors.vllm.adapters import Adapters
 from kvstore.connectors.vllm.describe import hashes_per_block, namespaces_of, set_engine_flags
 from kvstore.connectors.vllm.plans import StepPlan, StepReport
@@ -79,7 +80,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._report = StepReport()
         self._sources: dict[CacheHitSource, int] = {}
         if role == KVConnectorRole.SCHEDULER:
-            for line in set_engine_flags(vllm_config):
+            for line in set_engine_flags(vllm_config, hash_seed()):
                 log.warning("kvstore: %s", line)
             self._scheduler = self._make_scheduler()
 

@@ -27,10 +27,10 @@ PLAIN_MODES: Final = ("NONE", "FP8_PER_TENSOR")
 FP8: Final = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 
 
-def set_engine_flags(vllm_config: Any) -> list[str]:
+def set_engine_flags(vllm_config: Any, hash_seed: str | None) -> list[str]:
     """Set what a store below vLLM needs; a line for each flag that was otherwise.
 
-    Called in the scheduler's process before it reads them.
+    Called in the scheduler's process before it reads them. hash_seed: `config.hash_seed`.
     """
     lines = []
     transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
@@ -47,7 +47,19 @@ def set_engine_flags(vllm_config: Any) -> list[str]:
             f"prefix_caching_hash_algo is set to {ALGORITHMS[0]!r}: {algorithm!r} hashes pickled "
             "objects, which other programs cannot repeat"
         )
+    elif is_random(algorithm, hash_seed):
+        cache.prefix_caching_hash_algo = ALGORITHMS[0]
+        lines.append(
+            f"prefix_caching_hash_algo is set to {ALGORITHMS[0]!r}: without PYTHONHASHSEED, "
+            f"{algorithm!r} begins with bytes that no other process has, so nothing would be found "
+            "again"
+        )
     return lines
+
+
+def is_random(algorithm: str, hash_seed: str | None) -> bool:
+    """Whether each process names the same blocks otherwise."""
+    return algorithm.startswith("xxhash") and hash_seed is None
 
 
 def the_group(kv_cache_config: Any) -> Any:
@@ -128,11 +140,6 @@ def check_spec(spec: Any, cache_config: Any) -> None:
         raise ConfigError(
             f"KVStoreConnector does not support kv_cache_dtype {cache_config.cache_dtype!r} of "
             "this model, whose KV is packed; 'auto' or 'fp8' is right, or use KVStoreTier"
-        )
-    if mode != "NONE" and getattr(cache_config, "calculate_kv_scales", False):
-        raise ConfigError(
-            "calculate_kv_scales gives each engine scales of its own, so its KV means nothing to "
-            "another; scales from the checkpoint (calculate_kv_scales false) are right"
         )
 
 
