@@ -167,9 +167,11 @@ class Program:
             self.llm.llm_engine.engine_core.engine_core.step_fn()
         return {"requests": len(scheduler.requests)}
 
-    def do_reset(self, connector: bool = False) -> dict[str, Any]:
-        """Empty vLLM's own cache; connector: and the host pool of its offloading."""
-        self.do_settle()
+    def do_reset(self, connector: bool = False, settle: bool = True) -> dict[str, Any]:
+        """Empty vLLM's own cache; connector: and the host pool of its offloading. settle: once
+        nothing of ended requests is under way any more."""
+        if settle:
+            self.do_settle()
         return {"reset": bool(self.llm.reset_prefix_cache(reset_connector=connector))}
 
     def do_metrics(self) -> dict[str, Any]:
@@ -206,9 +208,13 @@ class Program:
         return {"free_blocks": pool.get_num_free_blocks(), "blocks": pool.num_gpu_blocks}
 
     def do_tier(self) -> dict[str, Any]:
-        """What our tier counts, and the fields of its namespace."""
+        """What our tier counts, the fields of its namespace, and how many KV groups there are."""
         (tier,) = self.scheduler.connector.connector_scheduler.manager.secondary_tiers
-        return {"stats": tier.stats(), "fields": asdict(tier._opened.store.namespace)}
+        return {
+            "stats": tier.stats(),
+            "fields": asdict(tier._opened.store.namespace),
+            "groups": len(self.scheduler.kv_cache_config.kv_cache_groups),
+        }
 
     def do_namespace(self) -> dict[str, Any]:
         """The fields of the connector's namespace."""

@@ -1,0 +1,241 @@
+"""The tier in vLLM's native tiering when its sidecar, or the engine, fails: the output is that of a
+vLLM without kvstore, and nothing waits or is tried without end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tier_world import TierWorld, counts, exact, prompts, settled
+from vllm_rig import (
+    PATIENT_TIER,
+    Engine,
+    Sidecar,
+    cached,
+    check_same,
+    needs_vllm,
+    our_tier,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
+
+PROMPTS = prompts(5, 3)
+ENOUGH = ("--l2", "32MiB", "--slot", "256KiB")
+NEVER_HUNG = {"reply_limit_ms": 600_000}
+"""No silence counts as a hang: only deadlines end waits."""
+
+
+class FaultyWorld(TierWorld):
+    """And what a plain vLLM says to the prompts."""
+
+    def __init__(self, folder: Path, engines: tuple[Engine, Engine]) -> None:
+        super().__init__(folder, engines)
+        self.expected = self.plain(self.a, PROMPTS, tokens=8)
+
+    def check(self, engine: Engine) -> None:
+        """The right output, with vLLM's own caches empty at first."""
+        assert engine.ask("reset", connector=True)["reset"]
+        results = engine.generate(PROMPTS, tokens=8)
+        assert {result["finish"] for result in results} == {"length"}
+        check_same(results, self.expected)
+        settled(engine)
+
+    def load_under_way(self, engine: Engine, sidecar: Sidecar) -> None:
+        """A request for the first prompt, whose units the sidecar holds. It is suspended after it
+        has said so, before it is asked for them."""
+        assert engine.ask("reset", connector=True)["reset"]
+        engine.ask("add", prompt=PROMPTS[0])
+        engine.ask("step")
+        wait_until(lambda: counts(engine)["answered"], "the answer lies here")
+        sidecar.suspend()
+        engine.ask("step")
+        assert counts(engine)["busy"], "units on their way"
+
+    def ending(self, engine: Engine) -> list[Any]:
+        ended: list[Any] = []
+        wait_until(
+            lambda: ended.extend(engine.ask("step", pause_s=0.01)["ended"]) or ended,
+            "the request ends",
+        )
+        return ended
+
+
+@pytest.fixture(scope="module")
+def world(
+    tmp_path_factory: pytest.TempPathFactory, engines: tuple[Engine, Engine]
+) -> Iterator[FaultyWorld]:
+    made = FaultyWorld(tmp_path_factory.mktemp("vllm"), engines)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    made = Sidecar(tmp_path, *ENOUGH)
+    yield made
+    if made.running:
+        made.resume()
+        made.stop()
+
+
+def test_a_store_without_room(world: FaultyWorld, tmp_path: Path) -> None:
+    """Four slots for prompts of many units."""
+    sidecar = Sidecar(tmp_path, "--l2", "1MiB", "--slot", "256KiB")
+    world.start(world.a, table=our_tier(sidecar.socket))
+    for _ in range(2):
+        world.check(world.a)
+    assert counts(world.a)["units_saved"] > 4, "they have driven each other out"
+    world.a.ask("stop")
+    assert sidecar.stop() == 0
+
+
+@pytest.mark.parametrize("fault", ["hung", "killed"])
+def test_a_sidecar_that_fails_while_units_are_loaded(
+    world: FaultyWorld, sidecar: Sidecar, fault: str
+) -> None:
+    world.start(world.a, table=our_tier(sidecar.socket, deadline_ms=1000))
+    world.check(world.a)
+    before = counts(world.a)
+    world.load_under_way(world.a, sidecar)
+    if fault == "killed":
+        sidecar.kill()
+    check_same(world.ending(world.a), world.expected[:1])
+    settled(world.a)
+    after = counts(world.a)
+    assert after.get("units_loaded", 0) == before.get("units_loaded", 0)
+    assert after["units_lost"] - before["units_lost"] == exact(PROMPTS)[0] // 32
+    if fault == "hung":
+        sidecar.resume()
+        world.a.ask("stop")
+        assert sidecar.stop() == 0
+
+
+def test_no_request_waits_past_its_deadline(world: FaultyWorld, sidecar: Sidecar) -> None:
+    """For an answer, and for units."""
+    world.start(world.a, table=our_tier(sidecar.socket, deadline_ms=1000, **NEVER_HUNG))
+    world.check(world.a)
+    world.load_under_way(world.a, sidecar)
+    check_same(world.ending(world.a), world.expected[:1])
+    settled(world.a)
+    stats = counts(world.a)
+    assert (stats["transfers_past_deadline"], stats["lookups_past_deadline"]) == (1, 0)
+    world.check(world.a)
+    stats = counts(world.a)
+    assert stats["lookups_past_deadline"] >= len(PROMPTS) // 2, "the others go by its answers"
+    assert stats["store_connected"], "it never counted as hung"
+    sidecar.resume()
+    world.a.ask("stop")
+    assert sidecar.stop() == 0
+
+
+def test_a_reset_while_units_are_on_their_way_waits_for_them(
+    world: FaultyWorld, sidecar: Sidecar
+) -> None:
+    """vLLM asserts that no job is left, and hands the rows of its pool to others."""
+    world.start(world.a, table=our_tier(sidecar.socket, deadline_ms=1000, **NEVER_HUNG))
+    world.check(world.a)
+    world.load_under_way(world.a, sidecar)
+    world.a.ask("reset", connector=True, settle=False)
+    assert not counts(world.a)["busy"]
+    sidecar.resume()
+    check_same(world.ending(world.a), world.expected[:1])
+    settled(world.a)
+    world.check(world.a)
+    world.a.ask("stop")
+    assert sidecar.stop() == 0
+
+
+def test_a_reset_forgets_what_was_saved_before(world: FaultyWorld, sidecar: Sidecar) -> None:
+    """As vLLM asks for it when weights are changed in place; so it is unless told otherwise."""
+    table = our_tier(sidecar.socket, **PATIENT_TIER)
+    forgetful = {name: value for name, value in table.items() if name != "on_reset"}
+    firsts = PROMPTS[::2]
+    world.start(world.a, table=forgetful)
+    world.a.generate(firsts, tokens=8)
+    settled(world.a)
+    world.a.ask("add", prompt=PROMPTS[1], tokens=60)
+    world.a.ask("step")
+    refused = counts(world.a)["units_refused"]
+    world.a.ask("reset", connector=True, settle=False)
+    world.ending(world.a)
+    settled(world.a)
+    assert counts(world.a)["units_refused"] > refused, "of a request from before"
+    world.a.ask("reset")
+    found = world.a.generate(firsts, tokens=8)
+    assert cached(found) == [0] * len(firsts)
+    check_same(found, world.expected[::2])
+    settled(world.a)
+    assert counts(world.a)["units_saved"] == 2 * sum(exact(firsts)) // 32
+    # What it saves from now on is its own.
+    world.start(world.b, table=table)
+    assert cached(world.b.generate(firsts, tokens=8)) == exact(firsts)
+    for engine in (world.a, world.b):
+        engine.ask("stop")
+    assert sidecar.stop() == 0
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_tier_that_claims_what_it_has_not_is_no_livelock(
+    world: FaultyWorld, tmp_path: Path, broken: bool
+) -> None:
+    config = f'[[tiers]]\nkind = "faulty.claiming"\nbroken = {str(broken).lower()}\n'
+    sidecar = Sidecar(tmp_path, "--l2", "4MiB", "--slot", "256KiB", config=config)
+    world.start(world.b, table=our_tier(sidecar.socket))
+    world.check(world.b)
+    stats = counts(world.b)
+    assert 0 < stats["load_jobs"] <= sum(exact(PROMPTS)) // 32, "tried, and not for ever"
+    assert 0 < stats["units_lost"] <= sum(exact(PROMPTS)) // 32
+    world.b.ask("stop")
+    assert sidecar.stop() == 0
+
+
+def test_a_sidecar_that_is_absent_hung_or_killed_shows_in_vllms_metrics(
+    world: FaultyWorld, tmp_path: Path
+) -> None:
+    def metric(name: str) -> float:
+        found: dict[str, float] = world.a.ask("metrics")["metrics"]
+        return found.get(f"vllm:kvstore_tier_{name}", 0)
+
+    world.start(world.a, table=our_tier(str(tmp_path / "kv.sock"), deadline_ms=500))
+    world.check(world.a)
+    assert (metric("store_connected"), metric("units_saved")) == (0, 0)
+    sidecar = Sidecar(tmp_path, *ENOUGH)
+    wait_until(lambda: counts(world.a)["store_connected"], "connected")
+    for _ in range(2):
+        world.check(world.a)
+    stats = counts(world.a)
+    assert metric("store_connected") == 1
+    for name in ("units_saved", "units_loaded", "load_jobs", "save_jobs"):
+        assert metric(name) == stats[name] > 0, name
+    sidecar.suspend()
+    world.check(world.a)
+    assert metric("lookups_past_deadline") > 0
+    sidecar.resume()
+    sidecar.kill()
+    world.check(world.a)
+    assert metric("store_connected") == 0
+
+
+def test_the_pool_of_a_killed_engine_is_removed_by_the_next(
+    world: FaultyWorld, tmp_path: Path
+) -> None:
+    from kvstore.connectors.vllm.host_pool import STALE_S, abandoned
+
+    victim = Engine(tmp_path / "victim.log")
+    world.start(victim, prefix_caching_hash_algo="xxhash")
+    victim.generate(PROMPTS[:1], tokens=2)
+    victim.generate(PROMPTS[1:2], tokens=2)
+    assert victim.log.read_text().count("sha256_cbor is right") == 1, "nothing will be found again"
+    left = victim.host_pool()
+    old = time.time() - 2 * STALE_S
+    os.utime(left, (old, old))
+    assert left not in abandoned(), "an engine maps it"
+    victim.kill()
+    wait_until(lambda: left in abandoned(), "it is nobody's")
+    world.start(world.b)
+    assert not left.exists()
