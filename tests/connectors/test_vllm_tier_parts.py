@@ -124,7 +124,7 @@ def test_the_deadline_is_a_loads_however_many_windows_it_has() -> None:
         assert (end.ok, end.moved) == (False, ())
     assert [end.job_id for end in ended] == [0, 1]
     assert len(rig.store.asked) == WINDOWS_MAX, "what is late is not asked for"
-    assert rig.transfers.counts["transfers_past_deadline"] == 2 * windows
+    assert rig.transfers.counts["loads_past_deadline"] == 2 * windows
     assert rig.transfers.counts["units_lost"] == 2 * 4 * windows
     rig.close()
 

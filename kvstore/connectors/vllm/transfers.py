@@ -205,7 +205,7 @@ class Transfers:
         waiting, self._loads = self._loads, deque()
         for window in waiting:
             if self._is_late(window.job.began_s):
-                self.counts["transfers_past_deadline"] += 1
+                self.counts["loads_past_deadline"] += 1
                 self._end_window(window, (), failed=True)
             else:
                 self._loads.append(window)
@@ -245,7 +245,8 @@ class Transfers:
         late = self._is_late(window.job.began_s if window.job.is_load else window.began_s)
         if window.copying or not (ticket.done or late):
             return
-        self.counts["transfers_past_deadline"] += not ticket.done
+        what = "loads" if window.job.is_load else "saves"
+        self.counts[f"{what}_past_deadline"] += not ticket.done
         if isinstance(ticket, Load):
             self._move_load(window, ticket)
         elif ticket.fault or not ticket.done:

@@ -112,12 +112,13 @@ def test_what_fixes_the_bytes_of_units_keeps_engines_apart(
     settled(world.a)
     others = tmp_path / "llama"
     write_model(others, "llama", 77)
-    for arguments in (
+    unlike: tuple[dict[str, Any], ...] = (
         {"model": others},
         {"dtype": "bfloat16"},
         {"offloading": {"blocks_per_chunk": 2}},
         {"table": our_tier(world.sidecar.socket, revision="mine", **PATIENT_TIER)},
-    ):
+    )
+    for arguments in unlike:
         world.start(world.b, **arguments)
         assert cached(world.b.generate([prompt], tokens=4)) == [0], arguments
     world.start(world.b)
