@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +75,28 @@ def world(
 
 
 @pytest.fixture
-def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    made = Sidecar(tmp_path, *ENOUGH, "--disk", str(tmp_path / "disk"))
-    yield made
-    if made.running:
-        made.resume()
-        made.stop()
+def new_sidecar(tmp_path: Path) -> Iterator[Callable[..., Sidecar]]:
+    """Makes sidecars; those that a failed test leaves are killed."""
+    made: list[Sidecar] = []
+
+    def make(*options: str, config: str = "") -> Sidecar:
+        made.append(Sidecar(tmp_path, *options, config=config))
+        return made[-1]
+
+    yield make
+    for sidecar in made:
+        if sidecar.running:
+            sidecar.kill()
 
 
-def test_a_store_without_room(world: FaultyWorld, tmp_path: Path) -> None:
+@pytest.fixture
+def sidecar(new_sidecar: Callable[..., Sidecar], tmp_path: Path) -> Sidecar:
+    return new_sidecar(*ENOUGH, "--disk", str(tmp_path / "disk"))
+
+
+def test_a_store_without_room(world: FaultyWorld, new_sidecar: Callable[..., Sidecar]) -> None:
     """Four slots for prompts of many units."""
-    sidecar = Sidecar(tmp_path, "--l2", "1MiB", "--slot", "256KiB")
+    sidecar = new_sidecar("--l2", "1MiB", "--slot", "256KiB")
     world.start(world.a, table=our_tier(sidecar.socket))
     for _ in range(2):
         world.check(world.a)
@@ -187,10 +198,10 @@ def test_a_reset_forgets_what_was_saved_before(world: FaultyWorld, sidecar: Side
 
 @pytest.mark.parametrize("broken", [True, False])
 def test_a_tier_that_claims_what_it_has_not_is_no_livelock(
-    world: FaultyWorld, tmp_path: Path, broken: bool
+    world: FaultyWorld, new_sidecar: Callable[..., Sidecar], broken: bool
 ) -> None:
     config = f'[[tiers]]\nkind = "faulty.claiming"\nbroken = {str(broken).lower()}\n'
-    sidecar = Sidecar(tmp_path, "--l2", "4MiB", "--slot", "256KiB", config=config)
+    sidecar = new_sidecar("--l2", "4MiB", "--slot", "256KiB", config=config)
     world.start(world.b, table=our_tier(sidecar.socket))
     world.check(world.b)
     stats = counts(world.b)
@@ -201,7 +212,7 @@ def test_a_tier_that_claims_what_it_has_not_is_no_livelock(
 
 
 def test_a_sidecar_that_is_absent_hung_or_killed_shows_in_vllms_metrics(
-    world: FaultyWorld, tmp_path: Path
+    world: FaultyWorld, new_sidecar: Callable[..., Sidecar], tmp_path: Path
 ) -> None:
     def metric(name: str) -> float:
         found: dict[str, float] = world.a.ask("metrics")["metrics"]
@@ -210,7 +221,7 @@ def test_a_sidecar_that_is_absent_hung_or_killed_shows_in_vllms_metrics(
     world.start(world.a, table=our_tier(str(tmp_path / "kv.sock"), deadline_ms=500))
     world.check(world.a)
     assert (metric("store_connected"), metric("units_saved")) == (0, 0)
-    sidecar = Sidecar(tmp_path, *ENOUGH)
+    sidecar = new_sidecar(*ENOUGH)
     wait_until(lambda: counts(world.a)["store_connected"], "connected")
     for _ in range(2):
         world.check(world.a)
