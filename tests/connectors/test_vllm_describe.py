@@ -68,9 +68,19 @@ def a_config(*specs: Any, hash_block_size: int = 32, layers: int = 4) -> Any:
     return SimpleNamespace(kv_cache_groups=groups, hash_block_size=hash_block_size)
 
 
+def an_items(cache_gb: float, **over: Any) -> Any:
+    """vLLM's configuration of images and sounds."""
+    values = {"mm_processor_cache_gb": cache_gb, "mm_processor_kwargs": None}
+    return SimpleNamespace(**{**values, **over})
+
+
 def an_engine(**over: Any) -> Any:
     parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-    cache = {"cache_dtype": "auto", "prefix_caching_hash_algo": "sha256_cbor"}
+    cache = {
+        "cache_dtype": "auto",
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "enable_prefix_caching": True,
+    }
     model = {
         "model": "org/model",
         "revision": None,
@@ -155,6 +165,16 @@ def test_ranks_have_namespaces_of_their_own_unless_they_hold_the_same() -> None:
         ),
         ({}, a_config(a_spec(state_content_bytes=9)), "packed"),
         ({}, a_config(a_spec(tokens_per_state=4)), "packed"),
+        ({}, a_config(a_spec(non_causal=True)), "non-causal"),
+        ({"model": {"is_prefix_caching_supported": False}}, a_config(a_spec()), "MEAN"),
+        (
+            {
+                "model": {"multimodal_config": an_items(0)},
+                "cache": {"enable_prefix_caching": False},
+            },
+            a_config(a_spec()),
+            "mm_processor_cache_gb 0",
+        ),
     ],
 )
 def test_what_cannot_be_kept_right_is_refused_in_one_line(
@@ -163,6 +183,14 @@ def test_what_cannot_be_kept_right_is_refused_in_one_line(
     with pytest.raises(ConfigError, match=words) as caught:
         namespaces_of(an_engine(**engine), config, StoreSettings())
     assert "\n" not in str(caught.value)
+
+
+def test_one_cache_of_vllms_is_enough_for_items_to_have_names() -> None:
+    for items, caching in ((an_items(0), True), (an_items(4), False), (None, False)):
+        engine = an_engine(
+            model={"multimodal_config": items}, cache={"enable_prefix_caching": caching}
+        )
+        assert len(namespaces_of(engine, a_config(a_spec()), StoreSettings())) == 1
 
 
 def test_flags_are_set_and_said_once() -> None:

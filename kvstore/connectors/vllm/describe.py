@@ -92,6 +92,29 @@ def check_parallel(parallel: Any) -> None:
             )
 
 
+def check_reuse(model_config: Any) -> None:
+    """Raises ConfigError: a model of which vLLM itself must compute every token of a prompt."""
+    if not getattr(model_config, "is_prefix_caching_supported", True):
+        raise ConfigError(
+            "KVStoreConnector does not support this model or pooling (MEAN, CLS, STEP), for which "
+            "vLLM must compute all of a prompt at once; leave --kv-transfer-config out"
+        )
+
+
+def check_items(vllm_config: Any) -> None:
+    """Raises ConfigError: with both of its caches off vLLM calls images and sounds by a counter, so
+    the names of blocks do not say what they show."""
+    items = getattr(vllm_config.model_config, "multimodal_config", None)
+    if items is None or vllm_config.cache_config.enable_prefix_caching:
+        return
+    if items.mm_processor_cache_gb == 0:
+        raise ConfigError(
+            "KVStoreConnector does not support mm_processor_cache_gb 0 without prefix caching: "
+            "vLLM then names images and sounds by a counter, not by what they are; leave one of "
+            "the two caches on"
+        )
+
+
 def namespaces_of(
     vllm_config: Any, kv_cache_config: Any, settings: StoreSettings
 ) -> list[Namespace]:
@@ -102,6 +125,8 @@ def namespaces_of(
     Raises ConfigError: KV that the connector cannot keep; one line says what would be right.
     """
     check_parallel(vllm_config.parallel_config)
+    check_reuse(vllm_config.model_config)
+    check_items(vllm_config)
     group = the_group(kv_cache_config)
     spec = group.kv_cache_spec
     check_spec(spec, vllm_config.cache_config)
@@ -130,8 +155,13 @@ def _in_slots(engine: Mapping[str, Any], tp_size: int, tp_rank: int) -> Namespac
 
 
 def check_spec(spec: Any, cache_config: Any) -> None:
-    """Raises ConfigError: KV whose bytes alone do not say what they mean, or are not one vector
-    for each token and head."""
+    """Raises ConfigError: KV whose bytes alone do not say what they mean, that are not one vector
+    for each token and head, or that depend on later tokens."""
+    if getattr(spec, "non_causal", False):
+        raise ConfigError(
+            "KVStoreConnector does not support non-causal attention (prefix-LM), where the KV of a "
+            "token depends on those after it; leave --kv-transfer-config out"
+        )
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
     packed = getattr(spec, "state_content_bytes", None) is not None
     slots = getattr(spec, "num_head_slots", None) not in (None, spec.num_kv_heads)

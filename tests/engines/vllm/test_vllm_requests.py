@@ -11,6 +11,7 @@ import pytest
 from tiny_models import AUDIO_TOKEN, write_adapter, write_hearing_model, write_model
 from vllm_rig import (
     BLOCK,
+    START_LIMIT_S,
     Engine,
     Sidecar,
     cached,
@@ -106,13 +107,8 @@ def test_sounds_are_known_by_what_they_are(
     """A prompt with a second of sound in it, from its 40th token on."""
     a, b = engines
     write_hearing_model(tmp_path / "model", 3)
-    both(
-        engines,
-        tmp_path / "model",
-        sidecar,
-        skip_tokenizer_init=False,
-        limit_mm_per_prompt={"audio": 1},
-    )
+    hearing = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"audio": 1}}
+    both(engines, tmp_path / "model", sidecar, **hearing)
     prompt = [max(token, 7) for token in tokens(1, 40)] + [AUDIO_TOKEN] + tokens(2, 100)
     prompt = [token if at == 40 else max(token, 7) for at, token in enumerate(prompt)]
     cold = [a.generate([prompt], tokens=8, sound=seed)[0] for seed in (1, 2)]
@@ -122,3 +118,13 @@ def test_sounds_are_known_by_what_they_are(
     warm = [b.generate([prompt], tokens=8, sound=seed)[0] for seed in (1, 2, 3)]
     assert cached(warm) == [5 * BLOCK, 5 * BLOCK, BLOCK]  # 165 tokens, 25 of them the sound
     check_same(warm[:2], cold)
+
+    # With both of its caches off, vLLM names sounds by a counter.
+    nameless = {
+        "model": str(tmp_path / "model"),
+        "kv_transfer_config": patient(sidecar.socket),
+        "enable_prefix_caching": False,
+        "mm_processor_cache_gb": 0,
+    }
+    refused = b.try_ask("start", START_LIMIT_S, args={**nameless, **hearing})
+    assert "names images and sounds by a counter" in refused["error"]
