@@ -15,6 +15,7 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import Any, Final
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstore.logs import REQUEST_ID, TRACE_ID
@@ -103,6 +104,8 @@ class Requests:
                 TRACE_ID.set(span.trace_id)
             try:
                 await self._app(scope, receive, send_marked)
+            except ClientDisconnect:
+                pass  # in the middle of its request: nobody is left to answer
             except BaseException:
                 status = 500
                 raise

@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import shutil
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -266,6 +267,21 @@ def test_an_endpoint_that_is_none_is_one_line(tmp_path: Path) -> None:
     )
     assert code == 2
     assert err.startswith("kvstore: trace.endpoint = 'collector:4318' is no URL")
+
+
+def test_a_client_that_hangs_up_in_its_request_is_no_error(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    sidecar = ForkedSidecar(tmp_path, stderr=log)
+    with socket.create_connection(
+        (urlsplit(sidecar.url).hostname, urlsplit(sidecar.url).port)
+    ) as end:
+        head = "POST /v1/contains HTTP/1.1\r\nhost: kvstore\r\ncontent-length: 100\r\n\r\n"
+        end.sendall(head.encode() + b'{"namespace"')
+    key = "kvstore_http_requests_total", ("method", "POST"), ("path", "/v1/contains")
+    wait_until(lambda: samples_of(sidecar).get((*key, ("status", "499"))) == 1, "it is counted")
+    assert samples_of(sidecar).get((*key, ("status", "500"))) is None
+    assert sidecar.stop() == 0
+    assert "Traceback" not in log.read_text()
 
 
 def test_the_documentation_names_every_metric_and_no_other(sidecar: ForkedSidecar) -> None:
