@@ -141,6 +141,29 @@ def test_a_key_that_cannot_be_loaded_is_tried_at_most_once_by_a_request() -> Non
             assert rig.again(keys, f"r{number}") == [Answer.MISS]
 
 
+def test_what_the_pool_dropped_again_is_no_hit_for_the_request_that_loaded_it() -> None:
+    rig = Asking("match")
+    keys = keys_of(3)
+    for key in keys:
+        rig.store.put(key, unit(0))
+    rig.ask(keys, "first")
+    assert rig.again(keys, "first") == [Answer.HIT] * 3
+    assert rig.again(keys[2:], "first") == [Answer.HIT], "the pool had no room, and may have by now"
+    rig.lookups.load_ended("first")
+    for _ in range(2):
+        assert rig.again(keys[:1], "first") == [Answer.MISS]
+    assert rig.again(keys[2:], "first") == [Answer.MISS], "it would drive out what is loaded"
+    assert rig.again(keys, "second") == [Answer.HIT] * 3
+    assert rig.lookups.counts["requests_cut"] == 1
+    rig.lookups.preempted("first")
+    assert rig.again(keys, "first") == [Answer.HIT] * 3
+    for name in ("first", "second"):
+        rig.lookups.request_finished(name)
+    rig.lookups.load_ended("first")
+    rig.ask(keys, "first")
+    assert rig.again(keys, "first") == rig.again(keys, "first") == [Answer.HIT] * 3
+
+
 def test_after_a_reset_nothing_known_before_is_found_and_late_answers_do_not_count() -> None:
     rig = Asking()
     old, asked, new = keys_of(3)

@@ -7,6 +7,10 @@ verdict is kept as long as a request that asked for it lives: a request that goe
 not be told MISS, then HIT. A key that said HIT and could not be loaded is MISS from then on, else
 vLLM would ask and load for ever. Requests that overlap without end would keep a MISS for ever too,
 so one that comes later asks again, for itself.
+
+vLLM loads into its host pool, where what a waiting request has loaded may be driven out by what it
+loads next. Where a prefix is larger than the pool, that would go round without end: so once a load
+of a request has ended, what it was told to be a HIT before, and asks for again, is MISS for it.
 """
 
 from __future__ import annotations
@@ -42,6 +46,19 @@ class Asked:
 
 
 @dataclass(eq=False, slots=True)
+class Asker:
+    """One request: the keys it asked for, and which of them were said to be a HIT.
+
+    loaded: a load of it has ended. cut: of what it was told, something is not in vLLM's pool.
+    """
+
+    keys: set[bytes] = field(default_factory=set)
+    told: set[bytes] = field(default_factory=set)
+    loaded: bool = False
+    cut: bool = False
+
+
+@dataclass(eq=False, slots=True)
 class Question:
     """A run of keys under way."""
 
@@ -63,7 +80,7 @@ class Lookups:
         self._deadline_ms = deadline_ms
         self._clock = clock
         self._keys: dict[bytes, Asked] = {}
-        self._of_request: dict[str, set[bytes]] = {}
+        self._askers: dict[str, Asker] = {}
         self._batch: dict[tuple[str, int], list[tuple[int, bytes]]] = {}
         self._questions: list[Question] = []
         self.counts: Counter[str] = Counter()
@@ -98,8 +115,13 @@ class Lookups:
             known.answer = Answer.PENDING
             self._batch.setdefault((request_id, group), []).append((position, key))
         known.requests.add(request_id)
-        self._of_request.setdefault(request_id, set()).add(key)
-        return Answer.MISS if request_id in known.missed else known.answer
+        asker = self._askers.get(request_id)
+        if asker is None:
+            asker = self._askers[request_id] = Asker()
+        asker.keys.add(key)
+        if request_id in known.missed:
+            return Answer.MISS
+        return self._hit(key, asker) if known.answer is Answer.HIT else known.answer
 
     def send(self) -> None:
         """The end of a step: ask for what is new."""
@@ -126,6 +148,19 @@ class Lookups:
             self._settle(question.keys[run:], Answer.MISS)
         self._questions = waiting
 
+    def load_ended(self, request_id: str) -> None:
+        """vLLM's pool may drop from now on what this request has loaded."""
+        asker = self._askers.get(request_id)
+        if asker is not None:
+            asker.loaded = True
+
+    def preempted(self, request_id: str) -> None:
+        """It ran, and begins again: it may load again what it had."""
+        asker = self._askers.get(request_id)
+        if asker is not None:
+            asker.told.clear()
+            asker.loaded = False
+
     def forget(self, keys: Sequence[bytes]) -> None:
         """These could not be loaded: MISS for every request that lives."""
         for key in keys:
@@ -141,7 +176,8 @@ class Lookups:
 
     def request_finished(self, request_id: str) -> None:
         """Drop what only this request asked for."""
-        for key in self._of_request.pop(request_id, ()):
+        asker = self._askers.pop(request_id, None)
+        for key in asker.keys if asker is not None else ():
             known = self._keys[key]
             known.requests.discard(request_id)
             known.missed.discard(request_id)
@@ -150,6 +186,15 @@ class Lookups:
         for asked in [asked for asked in self._batch if asked[0] == request_id]:
             # Others may wait for these by now.
             self._send([key for _, key in sorted(self._batch.pop(asked)) if key in self._keys])
+
+    def _hit(self, key: bytes, asker: Asker) -> Answer:
+        """HIT, but a second time only while no load has ended: till then the pool had no room."""
+        if asker.loaded and key in asker.told:
+            self.counts["requests_cut"] += not asker.cut
+            asker.cut = True
+            return Answer.MISS
+        asker.told.add(key)
+        return Answer.HIT
 
     def _send_alone(self, keys: Sequence[bytes]) -> None:
         self._settle(keys[SUFFIX_KEYS_MAX:], Answer.MISS)

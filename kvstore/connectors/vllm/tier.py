@@ -90,6 +90,7 @@ class KVStoreTier(SecondaryTierManager):
         self._forgets = settings.on_reset == "forget"
         self._alive: set[str] = set()
         self._outdated: set[str] = set()
+        self._loading: dict[int, str] = {}
         self._key_bytes_seen = KEY_BYTES
         log.info("kvstore: tier over namespace %s", namespace.digest)
 
@@ -107,6 +108,7 @@ class KVStoreTier(SecondaryTierManager):
             self._submit(job_metadata, is_load=False)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
+        self._loading[job_metadata.job_id] = job_metadata.req_context.req_id
         self._submit(job_metadata, is_load=True)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -114,6 +116,8 @@ class KVStoreTier(SecondaryTierManager):
         results = []
         waiting = self._lookups.waiting or self._transfers.busy
         for end in self._transfers.finished(self._steps.wait_s(waiting)):
+            if end.is_load:
+                self._lookups.load_ended(self._loading.pop(end.job_id))
             self._lookups.forget(end.lost)
             moved = [OffloadKey(key) for key in end.moved]
             results.append(
@@ -142,6 +146,8 @@ class KVStoreTier(SecondaryTierManager):
         self._lookups.request_finished(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        for request_id in context.preempted_req_ids:
+            self._lookups.preempted(request_id)
         self._lookups.send()
         self._transfers.advance()
 

@@ -25,6 +25,7 @@ COUNTERS: Final = {
     "save_jobs": "saves that vLLM asked for",
     "lookups_past_deadline": "questions given up at their deadline",
     "lookups_refused": "keys that were not asked for, too many being known",
+    "requests_cut": "requests whose prefix had no room in vLLM's host pool",
     "loads_past_deadline": "parts of loads cut at their deadline",
     "saves_past_deadline": "parts of saves given up at their deadline",
     "copies_dropped": "copies that found no room in the queue",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tier_world import TierWorld, counts, exact, only_below, prompts, settled
 from vllm_rig import (
+    BLOCK,
     PATIENT_TIER,
     Engine,
     Sidecar,
@@ -19,6 +20,7 @@ from vllm_rig import (
     check_same,
     needs_vllm,
     our_tier,
+    tokens,
     wait_until,
 )
 
@@ -26,6 +28,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.time
 
 PROMPTS = prompts(5, 3)
 ENOUGH = ("--l2", "32MiB", "--slot", "256KiB")
+UNIT_BYTES = 131_072
+"""A row of vLLM's host pool for the tiny Llama: its KV of a block."""
 NEVER_HUNG = {"reply_limit_ms": 600_000}
 """No silence counts as a hang: only deadlines end waits."""
 
@@ -191,6 +195,30 @@ def test_a_reset_forgets_what_was_saved_before(world: FaultyWorld, sidecar: Side
     # What it saves from now on is its own.
     world.start(world.b, table=table)
     assert cached(world.b.generate(firsts, tokens=8)) == exact(firsts)
+    for engine in (world.a, world.b):
+        engine.ask("stop")
+    assert sidecar.stop() == 0
+
+
+@pytest.mark.parametrize("rows", [15, 14])
+def test_a_prefix_that_is_larger_than_vllms_pool_is_used_as_far_as_it_fits(
+    world: FaultyWorld, sidecar: Sidecar, rows: int
+) -> None:
+    """What is loaded last would drive out what was loaded first, round and round."""
+    units = 15
+    table = our_tier(sidecar.socket, **PATIENT_TIER)
+    asked = [tokens(77, units * BLOCK + 5)]
+    world.start(world.a, table=table)
+    expected = world.a.generate(asked, tokens=8)
+    settled(world.a)
+    only_below(sidecar)
+    world.start(world.b, table=table, offloading={"cpu_bytes_to_use": rows * UNIT_BYTES})
+    found = world.b.generate(asked, tokens=8)
+    settled(world.b)
+    check_same(found, expected)
+    assert cached(found) == [rows * BLOCK]
+    stats = counts(world.b)
+    assert (stats["units_loaded"], stats.get("requests_cut", 0)) == (rows, int(rows < units))
     for engine in (world.a, world.b):
         engine.ask("stop")
     assert sidecar.stop() == 0
