@@ -18,6 +18,13 @@ SAMPLES: Final = 32
 WEIGHT_FILES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
+def has_weights(path: Path) -> bool:
+    """Whether this is a file of weights, or a folder with any in it: else a fingerprint is of
+    nothing."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return any(file.name.endswith(WEIGHT_FILES) for file in files)
+
+
 def fingerprint(path: Path) -> str:
     """16 hex digits: names, sizes and samples of the files of weights in a folder (or of one)."""
     files = [path] if path.is_file() else sorted(path.iterdir())

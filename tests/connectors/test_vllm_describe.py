@@ -68,6 +68,11 @@ def a_config(*specs: Any, hash_block_size: int = 32, layers: int = 4) -> Any:
     return SimpleNamespace(kv_cache_groups=groups, hash_block_size=hash_block_size)
 
 
+def a_model(**over: Any) -> HfConfig:
+    """Its configuration, of a repository of the hub."""
+    return HfConfig(hidden_size=8, _commit_hash="0123456789abcdef0123", **over)
+
+
 def an_items(cache_gb: float, **over: Any) -> Any:
     """vLLM's configuration of images and sounds."""
     values = {"mm_processor_cache_gb": cache_gb, "mm_processor_kwargs": None}
@@ -86,8 +91,9 @@ def an_engine(**over: Any) -> Any:
         "revision": None,
         "quantization": None,
         "max_model_len": 4096,
-        "hf_config": HfConfig(hidden_size=8, _commit_hash="0123456789abcdef0123"),
+        "hf_config": a_model(),
     }
+    load_format = over.pop("load_format", "auto")
     for section, values in (("parallel", parallel), ("cache", cache), ("model", model)):
         values.update(over.pop(section, {}))
     assert not over
@@ -95,7 +101,7 @@ def an_engine(**over: Any) -> Any:
         parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(**cache),
         model_config=SimpleNamespace(**model),
-        load_config=SimpleNamespace(load_format="auto"),
+        load_config=SimpleNamespace(load_format=load_format),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"),
     )
 
@@ -116,20 +122,28 @@ def test_whatever_changes_the_bytes_changes_the_namespace() -> None:
         return namespaces_of(engine, config, StoreSettings(**settings))[0].digest
 
     rope = {"rope_type": "longrope"}
-    long = HfConfig(hidden_size=8, rope_parameters=rope, _commit_hash="0123456789abcdef0123")
+    long = a_model(rope_parameters=rope)
+    layered = a_model(rope_parameters={"full_attention": rope, "sliding_attention": {}})
     digests = [
         digest(),
         digest(an_engine(model={"model": "org/other"})),
         digest(an_engine(model={"hf_config": HfConfig(hidden_size=8, _commit_hash="ffff")})),
-        digest(an_engine(model={"hf_config": HfConfig(hidden_size=8, rope_theta=1e6)})),
+        digest(an_engine(model={"hf_config": a_model(rope_theta=1e6)})),
         digest(an_engine(model={"quantization": "awq"})),
         digest(an_engine(model={"hf_config": long})),
         digest(an_engine(model={"hf_config": long, "max_model_len": 8192})),
+        digest(an_engine(model={"hf_config": layered})),
+        digest(an_engine(model={"hf_config": layered, "max_model_len": 8192})),
         digest(config=a_config(a_spec(dtype="torch.float16"))),
         digest(config=a_config(a_spec(block_size=64), hash_block_size=64)),
         digest(config=a_config(a_spec(), layers=5)),
         digest(revision="mine"),
+        digest(an_engine(model={"hf_config": a_model(rope_theta=1e6)}), revision="mine"),
         digest(model="mine"),
+        digest(an_engine(model={"multimodal_config": an_items(4)})),
+        digest(an_engine(model={"multimodal_config": an_items(4, mm_processor_kwargs={"a": 1})})),
+        digest(an_engine(model={"multimodal_config": an_items(4, media_io_kwargs={"a": 1})})),
+        digest(an_engine(model={"multimodal_config": an_items(4, video_pruning_rate=0.5)})),
     ]
     assert len(set(digests)) == len(digests)
     assert digest(an_engine(model={"max_model_len": 8192})) == digest()
@@ -183,6 +197,50 @@ def test_what_cannot_be_kept_right_is_refused_in_one_line(
     with pytest.raises(ConfigError, match=words) as caught:
         namespaces_of(an_engine(**engine), config, StoreSettings())
     assert "\n" not in str(caught.value)
+
+
+def test_weights_that_nothing_tells_apart_need_a_revision(tmp_path: Path) -> None:
+    """A stream of tensors, an object store beside local JSON, a name without a commit."""
+    (tmp_path / "config.json").write_text("{}")
+    folder = str(tmp_path)
+    unlike: list[dict[str, Any]] = [
+        {"model": {"model": folder}},
+        {"load_format": "tensorizer"},
+        {"model": {"model_weights": "s3://bucket/model"}},
+        {"model": {"hf_config": HfConfig(hidden_size=8)}},
+        {"model": {"hf_config_path": "org/config"}},  # whose commit says nothing of the weights
+    ]
+    for over in unlike:
+        with pytest.raises(ConfigError, match='set "revision"') as caught:
+            namespaces_of(an_engine(**over), a_config(a_spec()), StoreSettings())
+        assert "\n" not in str(caught.value)
+        settings = StoreSettings(revision="mine")
+        (named,) = namespaces_of(an_engine(**over), a_config(a_spec()), settings)
+        assert named.revision.startswith("mine-")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    for over in ({"model": {"model": folder}}, {"load_format": "dummy"}):
+        assert len(namespaces_of(an_engine(**over), a_config(a_spec()), StoreSettings())) == 1
+
+
+def test_the_commit_is_of_the_weights_not_of_the_configuration() -> None:
+    class Resolved(str):
+        resolved = "fedcba9876543210fedc"
+
+    model = {"revision": Resolved("main"), "hf_config_path": "org/config"}
+    (namespace,) = namespaces_of(an_engine(model=model), a_config(a_spec()), StoreSettings())
+    assert namespace.revision.startswith("fedcba9876543210-")
+
+
+def test_how_a_folder_prepares_sounds_is_part_of_the_namespace(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    engine = an_engine(model={"model": str(tmp_path), "multimodal_config": an_items(4)})
+    found = {namespaces_of(engine, a_config(a_spec()), StoreSettings())[0].digest}
+    names = {fingerprint_of_name(str(tmp_path))}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / name).write_text("{}")
+        found.add(namespaces_of(engine, a_config(a_spec()), StoreSettings())[0].digest)
+        names.add(fingerprint_of_name(str(tmp_path)))
+    assert len(found) == len(names) == 3
 
 
 def test_one_cache_of_vllms_is_enough_for_items_to_have_names() -> None:

@@ -134,7 +134,7 @@ def namespaces_of(
     ranks = vllm_config.parallel_config.tensor_parallel_size
     engine = {
         "model": model_id(vllm_config.model_config, settings),
-        "revision": settings.revision or revision_of(vllm_config),
+        "revision": revision_of(vllm_config, settings.revision),
         "dtype": kv_dtype(spec, vllm_config.cache_config),
         "quantisation": str(vllm_config.model_config.quantization or "none"),
         "layers": len(group.layer_names),

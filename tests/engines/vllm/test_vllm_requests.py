@@ -119,6 +119,10 @@ def test_sounds_are_known_by_what_they_are(
     assert cached(warm) == [5 * BLOCK, 5 * BLOCK, BLOCK]  # 165 tokens, 25 of them the sound
     check_same(warm[:2], cold)
 
+    # What the engine tells its processor is in no hash of a sound.
+    other = {"mm_processor_kwargs": {"do_normalize": True}, **hearing}
+    b.start(tmp_path / "model", kv_transfer_config=patient(sidecar.socket), **other)
+    assert cached([b.generate([prompt], tokens=8, sound=1)[0]]) == [0]
     # With both of its caches off, vLLM names sounds by a counter.
     nameless = {
         "model": str(tmp_path / "model"),
