@@ -83,6 +83,33 @@ def test_flags_of_the_tier() -> None:
     assert states(OFFLOADING)["hash algorithm"] == "wrong", "nobody sets it there"
 
 
+def test_our_connector_among_several() -> None:
+    """The flag that it sets itself elsewhere has no effect from inside."""
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other"}, CONNECTOR]},
+    }
+    found = states(several)
+    assert (found["flags"], found["store"], found["hash algorithm"]) == ("ok", "ok", "note")
+    assert found["kv_load_failure_policy"] == "wrong"
+    right = states({**several, "kv_load_failure_policy": "recompute"})
+    assert "kv_load_failure_policy" not in right
+    assert states({**several, "kv_connector_extra_config": {}})["kv_connector"] == "wrong"
+
+
+def test_a_tier_must_know_which_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = str(tmp_path / "config.json")
+    assert states(OFFLOADING)["revision"] == "note", "vLLM may be given a folder"
+    assert states(OFFLOADING, "--model", config)["revision"] == "wrong"
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert states(OFFLOADING, "--model", config)["revision"] == "ok"
+    extra = {"secondary_tiers": [{**TIER, "revision": "0123"}]}
+    assert states({**OFFLOADING, "kv_connector_extra_config": extra})["revision"] == "ok"
+    assert "revision" not in states(CONNECTOR)
+
+
 @pytest.mark.parametrize(("seed", "expected"), [(None, ("note", "wrong")), ("0", ("ok", "ok"))])
 def test_hashes_that_need_a_seed(
     monkeypatch: pytest.MonkeyPatch, seed: str | None, expected: tuple[str, str]

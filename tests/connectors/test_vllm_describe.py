@@ -15,6 +15,8 @@ from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, hashes_of, put
 
 import kvstore
 from kvstore.connectors.vllm.describe import (
+    check_embedded,
+    check_outermost,
     hashes_per_block,
     in_layer_order,
     namespaces_of,
@@ -177,6 +179,16 @@ def test_ranks_have_namespaces_of_their_own_unless_they_hold_the_same() -> None:
             a_config(a_spec(kv_quant_mode=SimpleNamespace(name="NVFP4"))),
             "'nvfp4'",
         ),
+        (
+            {
+                "parallel": {
+                    "tensor_parallel_size": 2,
+                    "distributed_executor_backend": "external_launcher",
+                }
+            },
+            a_config(a_spec()),
+            "'external_launcher'",
+        ),
         ({}, a_config(a_spec(state_content_bytes=9)), "packed"),
         ({}, a_config(a_spec(tokens_per_state=4)), "packed"),
         ({}, a_config(a_spec(non_causal=True)), "non-causal"),
@@ -241,6 +253,30 @@ def test_how_a_folder_prepares_sounds_is_part_of_the_namespace(tmp_path: Path) -
         found.add(namespaces_of(engine, a_config(a_spec()), StoreSettings())[0].digest)
         names.add(fingerprint_of_name(str(tmp_path)))
     assert len(found) == len(names) == 3
+
+
+def test_an_embedded_store_is_for_one_process() -> None:
+    def parallel(backend: object, ranks: int = 1) -> Any:
+        return SimpleNamespace(world_size=ranks, distributed_executor_backend=backend)
+
+    for backend in (None, "uni", "external_launcher"):
+        check_embedded(parallel(backend))
+    for backend, ranks in (("mp", 1), ("ray", 1), (HfConfig, 1), ("uni", 2)):
+        with pytest.raises(ConfigError, match="a sidecar is right") as caught:
+            check_embedded(parallel(backend, ranks))
+        assert "\n" not in str(caught.value)
+
+
+def test_inside_another_connector_the_outer_policy_is_looked_at() -> None:
+    own, outer = (
+        SimpleNamespace(kv_connector=name, kv_load_failure_policy="fail")
+        for name in ("KVStoreConnector", "MultiConnector")
+    )
+    check_outermost(own, own)
+    with pytest.raises(ConfigError, match="'recompute' beside kv_connector 'MultiConnector'"):
+        check_outermost(own, outer)
+    outer.kv_load_failure_policy = "recompute"
+    check_outermost(own, outer)
 
 
 def test_one_cache_of_vllms_is_enough_for_items_to_have_names() -> None:

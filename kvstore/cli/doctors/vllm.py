@@ -22,6 +22,7 @@ SHARED_MEMORY = Path("/dev/shm")
 SMALL_SHARED_MEMORY = 1 << 30
 """Below it vLLM's own processes may run out, let alone a host pool; Docker's default is 64 MiB."""
 CONNECTOR, TIER, OFFLOADING = "KVStoreConnector", "KVStoreTier", "OffloadingConnector"
+SEVERAL = "MultiConnector"
 MODULE = "kvstore.connectors.vllm"
 
 
@@ -49,6 +50,7 @@ def register(app: typer.Typer) -> None:
         """Check versions, flags, hash algorithm, shared memory and the sidecar."""
         transfer = _transfer(kv_transfer_config)
         findings = [*packages(), *flags(transfer, hash_algorithm), *shared_memory(transfer)]
+        findings += revisions(transfer, model)
         findings += sidecar(transfer, socket, token, model, block_tokens)
         report(findings, as_json=as_json)
 
@@ -88,6 +90,8 @@ def flags(transfer: Mapping[str, Any], hash_algorithm: str) -> Iterator[Finding]
         yield note("flags", "give --kv-transfer-config to have it checked")
     elif connector == CONNECTOR:
         yield _connector(transfer)
+    elif connector == SEVERAL and _inside(transfer):
+        yield from (_connector(each) for each in _inside(transfer))
     elif connector == OFFLOADING:
         tables = _tiers(transfer)
         yield from (attempt("tier", partial(_tier, table)) for table in tables)
@@ -104,6 +108,28 @@ def flags(transfer: Mapping[str, Any], hash_algorithm: str) -> Iterator[Finding]
         else:
             yield wrong("kv_load_failure_policy", said)
     yield _hash_algorithm(connector, hash_algorithm)
+
+
+def revisions(transfer: Mapping[str, Any], model: str | None) -> Iterator[Finding]:
+    """Whether a tier knows which weights it keeps blocks of. model: its config.json, or folder."""
+    from kvstore.connectors.weights import has_weights
+
+    what = "revision"
+    for table in _tiers(transfer):
+        if table.get("revision"):
+            yield ok(what, str(table["revision"]))
+        elif model is None:
+            yield note(what, "not set: only a model in a local folder starts; --model checks it")
+        else:
+            folder = Path(model) if Path(model).is_dir() else Path(model).parent
+            if folder.is_dir() and has_weights(folder):
+                yield ok(what, f"not set; by the files in {folder}")
+            else:
+                yield wrong(
+                    what,
+                    f"not set, and no weights in {folder} to know the model by; the hub's commit "
+                    f"in the table of {TIER} is right",
+                )
 
 
 def shared_memory(
@@ -142,7 +168,8 @@ def sidecar(
     from kvstore.config import ServerSettings
     from kvstore.link import ask_stats
 
-    tables = [_extra(transfer), *_tiers(transfer)]
+    inside = [_extra(each) for each in _inside(transfer)]
+    tables = [_extra(transfer), *inside, *_tiers(transfer)]
     if any(table.get("embedded") for table in tables):
         yield ok("store", "inside the engine")
         return
@@ -172,7 +199,7 @@ def _hash_algorithm(connector: Any, algorithm: str) -> Finding:
 
     what = "hash algorithm"
     random = algorithm in ALGORITHMS and is_random(algorithm, hash_seed())
-    if connector == CONNECTOR and (random or algorithm == "sha256"):
+    if connector in (CONNECTOR, SEVERAL) and (random or algorithm == "sha256"):
         return note(what, "the connector sets it to 'sha256_cbor'")
     if random:
         return wrong(
@@ -219,6 +246,14 @@ def _transfer(text: str | None) -> dict[str, Any]:
 def _extra(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
     extra = transfer.get("kv_connector_extra_config")
     return extra if isinstance(extra, dict) else {}
+
+
+def _inside(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Our connectors within a MultiConnector."""
+    found = _extra(transfer).get("connectors", [])
+    return [
+        each for each in found if isinstance(each, dict) and each.get("kv_connector") == CONNECTOR
+    ]
 
 
 def _tiers(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -25,7 +26,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore.config import hash_seed
 from kvstore.connectors.vllm.adapters import Adapters
-from kvstore.connectors.vllm.describe import hashes_per_block, namespaces_of, set_engine_flags
+from kvstore.connectors.vllm.describe import (
+    check_embedded,
+    check_outermost,
+    hashes_per_block,
+    namespaces_of,
+    set_engine_flags,
+)
 from kvstore.connectors.vllm.plans import StepPlan, StepReport
 from kvstore.connectors.vllm.ranks import RankStores
 from kvstore.connectors.vllm.scheduler import SchedulerSide
@@ -33,7 +40,6 @@ from kvstore.connectors.vllm.settings import connector_settings
 from kvstore.connectors.vllm.stats import Growth, StorePromMetrics, StoreStats
 from kvstore.connectors.vllm.stores import open_store
 from kvstore.connectors.vllm.worker import WorkerSide
-from kvstore.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")
 
@@ -67,11 +73,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = connector_settings(self._kv_transfer_config.kv_connector_extra_config)
-        if self._settings.embedded is not None and vllm_config.parallel_config.world_size > 1:
-            raise ConfigError(
-                "an embedded store serves one process; with several ranks a sidecar is right "
-                '(kvstore serve, and "socket" in kv_connector_extra_config)'
-            )
+        if self._settings.embedded is not None:
+            check_embedded(vllm_config.parallel_config)
+        engines = get_current_vllm_config_or_none()  # set where workers begin
+        if engines is not None and engines.kv_transfer_config is not None:
+            check_outermost(self._kv_transfer_config, engines.kv_transfer_config)
         self._namespaces = namespaces_of(vllm_config, kv_cache_config, self._settings)
         self._open = ExitStack()
         self._growth = Growth()

@@ -24,6 +24,8 @@ WHOLE_GROUPS: Final = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of KV group of which every block stays as it is until the request ends."""
 PLAIN_MODES: Final = ("NONE", "FP8_PER_TENSOR")
 """Quantised KV that needs nothing but its own bytes to be read again."""
+IN_PROCESS: Final = (None, "uni", "external_launcher")
+"""vLLM's executors of which a single rank runs in the scheduler's process."""
 FP8: Final = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
 
 
@@ -78,8 +80,44 @@ def the_group(kv_cache_config: Any) -> Any:
     return groups[0]
 
 
+def check_embedded(parallel: Any) -> None:
+    """Raises ConfigError: an embedded store whose two sides would be in two processes."""
+    backend = parallel.distributed_executor_backend
+    if parallel.world_size > 1 or backend not in IN_PROCESS:
+        raise ConfigError(
+            "an embedded store serves one process; with several ranks, or with "
+            f"distributed_executor_backend {_named(backend)!r}, a sidecar is right (kvstore serve, "
+            'and "socket" in kv_connector_extra_config)'
+        )
+
+
+def check_outermost(transfer: Any, engines: Any) -> None:
+    """transfer: the connector's own configuration; engines: the one that vLLM goes by, which is
+    another under MultiConnector.
+
+    Raises ConfigError: there the flag that `set_engine_flags` sets would be without effect.
+    """
+    if engines is transfer or engines.kv_load_failure_policy == "recompute":
+        return
+    raise ConfigError(
+        f"set kv_load_failure_policy 'recompute' beside kv_connector {engines.kv_connector!r}: "
+        "inside it, it has no effect, and a block that cannot be loaded would end its request"
+    )
+
+
+def _named(backend: Any) -> str:
+    return backend.__name__ if isinstance(backend, type) else str(backend)
+
+
 def check_parallel(parallel: Any) -> None:
     """Raises ConfigError: a way of sharing the work that the connector does not know."""
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    if backend == "external_launcher" and parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            "KVStoreConnector does not support distributed_executor_backend 'external_launcher' "
+            "with several ranks, each of which would schedule by its own answers of the store; "
+            "'mp' is right"
+        )
     for name in (
         "pipeline_parallel_size",
         "prefill_context_parallel_size",

@@ -132,3 +132,27 @@ def test_sounds_are_known_by_what_they_are(
     }
     refused = b.try_ask("start", START_LIMIT_S, args={**nameless, **hearing})
     assert "names images and sounds by a counter" in refused["error"]
+
+
+def test_inside_multi_connector_the_policy_must_be_said_outside(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    """It copies each child's configuration, so what ours sets there is without effect."""
+    write_model(tmp_path / "llama", "llama", 6)
+    within = {**patient(""), "kv_connector_extra_config": {"embedded": {"l2": "64MiB"}}}
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [within]},
+    }
+    arguments = {"model": str(tmp_path / "llama"), "kv_transfer_config": several}
+    refused = engines[0].try_ask("start", START_LIMIT_S, args=arguments)
+    assert "'recompute' beside kv_connector 'MultiConnector'" in refused["error"]
+    several["kv_load_failure_policy"] = "recompute"
+    engines[0].start(tmp_path / "llama", kv_transfer_config=several)
+    prompt = tokens(7, 200)
+    cold = engines[0].generate([prompt], tokens=8)
+    assert engines[0].ask("reset")["reset"]
+    warm = engines[0].generate([prompt], tokens=8)
+    assert cached(warm) == [full_blocks(prompt)]
+    check_same(warm, cold)
