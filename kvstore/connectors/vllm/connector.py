@@ -14,8 +14,10 @@ from typing import Any, Final
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
@@ -24,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvstore.blocks import Namespace
 from kvstore.config import hash_seed
 from kvstore.connectors.vllm.adapters import Adapters
 from kvstore.connectors.vllm.describe import (
@@ -63,6 +66,13 @@ class WorkerNews(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         assert isinstance(other, WorkerNews), "news of one connector"
         return WorkerNews(self.failed | other.failed)
+
+
+@dataclass
+class WorkerNamespace(KVConnectorHandshakeMetadata):
+    """Where a worker keeps blocks: told to the scheduler's side once, at the start."""
+
+    namespace: Namespace
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -175,17 +185,32 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         return self._scheduling.reset()
 
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Look where the workers keep blocks. Some models change their configuration while they
+        are loaded: of workers in processes of their own, nobody else sees what it has become."""
+        told = {
+            rank: each.namespace
+            for rank, each in metadata.items()
+            if isinstance(each, WorkerNamespace)
+        }
+        theirs = [told.get(rank, ours) for rank, ours in enumerate(self._namespaces)]
+        if theirs == self._namespaces:
+            return
+        self._scheduling.close()
+        self._open.close()
+        self._namespaces = theirs
+        self._scheduler = self._make_scheduler()
+
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        parallel = self._vllm_config.parallel_config
-        rank = parallel.rank % parallel.tensor_parallel_size
-        namespace = self._namespaces[rank]
         opened = open_store(
             self._settings,
-            namespace,
+            self._namespaces[self._rank],
             engine=self._kv_transfer_config.engine_id,
-            name=f"vllm worker {rank}",
+            name=f"vllm worker {self._rank}",
         )
         self._open.callback(opened.close)
         self._worker = WorkerSide(
@@ -194,6 +219,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config.num_blocks,
             save_ms=self._settings.prefetch.cap_ms,
         )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        if get_kv_transfer_group() is not self:
+            return None  # a MultiConnector would hand it to every connector, in place of theirs
+        return WorkerNamespace(self._namespaces[self._rank])
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata), "metadata of this connector"
@@ -237,6 +267,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def _working(self) -> WorkerSide:
         assert self._worker is not None, "a call for a worker's side, after register_kv_caches"
         return self._worker
+
+    @property
+    def _rank(self) -> int:
+        """A worker's, of tensor parallelism."""
+        parallel = self._vllm_config.parallel_config
+        rank: int = parallel.rank % parallel.tensor_parallel_size
+        return rank
 
     def _step_plan(self) -> StepPlan:
         metadata = self._get_connector_metadata()

@@ -62,6 +62,33 @@ def test_an_adapter_replaced_under_its_name(engines: tuple[Engine, Engine], tmp_
     assert sidecar.stop() == 0
 
 
+def test_a_model_that_changes_its_configuration_while_it_is_loaded(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    """vLLM's Transformers backend writes the dtype into it: of a worker in a process of its own,
+    the scheduler does not see that."""
+    a, _ = engines
+    sidecar = Sidecar(tmp_path, "--l2", "64MiB", "--slot", "128KiB")
+    write_model(tmp_path / "llama", "llama", 6)
+    arguments = {
+        "kv_transfer_config": patient(sidecar.socket),
+        "model_impl": "transformers",
+        "dtype": "bfloat16",
+    }
+    prompt = tokens(12, 200)
+    for executor, expected in (("mp", 0), ("uni", full_blocks(prompt))):
+        a.start(tmp_path / "llama", distributed_executor_backend=executor, **arguments)
+        first = a.generate([prompt])
+        assert cached(first) == [expected], "another kind of process computes the same"
+        assert a.ask("reset")["reset"]
+        again = a.generate([prompt])
+        assert cached(again) == [full_blocks(prompt)]
+        assert again[0]["tokens"] == first[0]["tokens"]
+        assert a.ask("settle")["requests"] == 0
+    a.ask("stop")
+    assert sidecar.stop() == 0
+
+
 def test_metrics_tell_whether_there_is_a_sidecar(
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
