@@ -317,6 +317,35 @@ def test_blocks_wait_for_saves_exactly_when_something_was_offered() -> None:
     assert rig.side.stats()["requests_known"] == 0
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_blocks_are_free_at_once_when_every_worker_has_told_that_their_saves_ended(
+    workers: int,
+) -> None:
+    """vLLM used in one process steps no more after the last request, and would hear it never."""
+    rig = Scheduling(*ALL, workers=workers)
+    asked = {name: request(name) for name in ("all", "one", "again")}
+    for each in asked.values():
+        rig.side.allocated(each, range(8), 0)
+    first = [each.number for each in rig.plan([(name, 2 * BLOCK) for name in asked]).saves]
+    second = [each.number for each in rig.plan([(name, 4 * BLOCK) for name in asked]).saves]
+    numbers = {
+        name: [(name, one), (name, two)]
+        for name, one, two in zip(asked, first, second, strict=True)
+    }
+    assert len({*first, *second}) == 6
+    rig.side.heard([], [], dict.fromkeys(numbers["all"] + numbers["one"], 1))
+    assert rig.side.finished(asked["one"]) is (workers > 1)
+    rig.side.heard([], [], dict.fromkeys(numbers["all"], workers - 1))
+    assert rig.side.finished(asked["all"]) is False
+    # What is told of an earlier save says nothing of a later one, under the same name or not.
+    rig.side.heard([], [], dict.fromkeys(numbers["again"], workers))
+    assert rig.plan(preempted=["again"]).finishing == ({"one"} if workers > 1 else set())
+    rig.plan([("again", 4 * BLOCK)])
+    rig.side.heard([], [], dict.fromkeys(numbers["again"], workers))
+    assert rig.side.finished(asked["again"]) is True
+    assert rig.plan().finishing == {"again"}
+
+
 def test_an_aborted_load_is_freed_by_its_report_only() -> None:
     """vLLM frees such a request when its load has ended; a second report would end the engine."""
     rig = Scheduling(*ALL)
@@ -471,19 +500,24 @@ def test_a_store_that_says_nothing_is_a_load_of_nothing_at_the_deadline() -> Non
 
 def test_a_store_that_raises_is_a_load_of_nothing_and_a_save_dropped(working: Working) -> None:
     working.store.raising = True
-    both = replace(loads(2), saves=saves(2, first=9, name="s").saves)
+    (save,) = saves(2, first=9, name="s").saves
+    both = replace(loads(2), saves=[replace(save, number=7)])
     report = working.step(replace(both, finishing=frozenset({"s"})))
     assert (report.recved, report.bad_blocks, report.sent) == ({"r"}, {3, 4}, {"s"})
+    assert report.saved == [("s", 7)], "there is nothing to wait for"
 
 
 def test_ended_requests_are_reported_once_when_their_saves_have_ended() -> None:
     rig = Working(auto=())
     rig.step(saves(2))
-    assert rig.step(StepPlan(finishing=frozenset({"r", "other"}))).sent == {"other"}
+    report = rig.step(StepPlan(finishing=frozenset({"r", "other"})))
+    assert (report.sent, report.saved) == ({"other"}, [])
     assert rig.step().sent == set()
     rig.store.answer(rig.store.last(Save))
-    assert rig.until(lambda report: report.sent).sent == {"r"}
-    assert rig.step().sent == set()
+    report = rig.until(lambda report: report.sent)
+    assert (report.sent, report.saved) == ({"r"}, [("r", 0)])
+    report = rig.step()
+    assert (report.sent, report.saved) == (set(), [])
     rig.side.close()
     rig.store.check_idle()
 

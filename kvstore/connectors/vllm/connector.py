@@ -7,7 +7,7 @@ and saves are asynchronous. vLLM's own hashes name the blocks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -59,13 +59,17 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerNews(KVConnectorWorkerMetadata):
-    """What the scheduler's side wants to know besides what vLLM carries: the workers' together."""
+    """What the scheduler's side wants to know besides what vLLM carries: the workers' together.
+
+    saved: in how many workers these saves have ended.
+    """
 
     failed: set[str] = field(default_factory=set)
+    saved: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         assert isinstance(other, WorkerNews), "news of one connector"
-        return WorkerNews(self.failed | other.failed)
+        return WorkerNews(self.failed | other.failed, self.saved + other.saved)
 
 
 @dataclass
@@ -169,8 +173,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: Any) -> None:
         news = connector_output.kv_connector_worker_meta
-        failed: Iterable[str] = news.failed if isinstance(news, WorkerNews) else ()
-        self._scheduling.heard(connector_output.finished_recving or (), failed)
+        news = news if isinstance(news, WorkerNews) else WorkerNews()
+        recved = connector_output.finished_recving or ()
+        self._scheduling.heard(recved, news.failed, news.saved)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -253,8 +258,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._report.bad_blocks
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
-        failed = self._report.failed
-        return WorkerNews(failed) if failed else None
+        failed, saved = self._report.failed, self._report.saved
+        return WorkerNews(failed, Counter(saved)) if failed or saved else None
 
     # Inside.
 
@@ -303,4 +308,5 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             hashes_per_block=hashes_per_block(
                 self._kv_cache_config, self._namespaces[0].block_tokens
             ),
+            workers=len(self._namespaces),
         )

@@ -41,12 +41,14 @@ class Blocks:
     """Blocks of one request: the store's hash and the engine's block id of each.
 
     left_ms: what is left of the request's deadline; of loads only.
+    number: tells a save from all others; of saves only.
     """
 
     request_id: str
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     left_ms: float = 0.0
+    number: int = 0
 
     def __post_init__(self) -> None:
         assert len(self.hashes) == len(self.block_ids), "a block id for each hash"
@@ -76,9 +78,11 @@ class StepReport:
     recved: requests whose load has ended. sent: those of `finishing` whose saves have ended.
     bad_blocks: engine's ids of blocks that a load did not fill.
     failed: requests of `recved` that lack a block.
+    saved: saves that have ended, well or not: request and number.
     """
 
     recved: set[str] = field(default_factory=set)
     sent: set[str] = field(default_factory=set)
     bad_blocks: set[int] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    saved: list[tuple[str, int]] = field(default_factory=list)

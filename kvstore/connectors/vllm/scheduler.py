@@ -14,7 +14,7 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -56,6 +56,7 @@ class SchedulerSide:
     store: bound to the namespace of the ranks (`ranks.RankStores` of several). Not closed here.
     adapters: made at the engine's start.
     hashes_per_block: vLLM's hashes within one block; the last of them names it.
+    workers: how many save each block, or a part of it.
     """
 
     def __init__(
@@ -67,10 +68,12 @@ class SchedulerSide:
         min_load_tokens: int,
         adapters: Adapters,
         hashes_per_block: int = 1,
+        workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._block_tokens = store.namespace.block_tokens
         self._hashes_per_block = hashes_per_block
+        self._workers = workers
         self._deadline_ms = deadline_ms
         self._clock = clock
         self._store = GuardedStore(store)
@@ -87,6 +90,8 @@ class SchedulerSide:
         self._asked_s: dict[str, float] = {}
         self._first_block: dict[str, int] = {}
         self._offered: dict[str, int] = {}
+        self._saving: dict[str, dict[int, int]] = {}
+        self._saves = 0
         self._held: dict[str, Load] = {}
         self._pending: dict[str, tuple[tuple[bytes, ...], int]] = {}
         self._failed: set[str] = set()
@@ -216,27 +221,39 @@ class SchedulerSide:
         if len(ids) < len(hashes):
             return  # a step that is not computed yet by the time its blocks are asked for
         self._offered[request_id] = full
-        plan.saves.append(Blocks(request_id, hashes, ids))
+        self._saves += 1
+        self._saving.setdefault(request_id, {})[self._saves] = self._workers
+        plan.saves.append(Blocks(request_id, hashes, ids, number=self._saves))
 
     # Ends.
 
     def finished(self, request: Request) -> bool:
-        """The request is over, or given up. True: its blocks must stay until a worker has reported
-        its saves as ended. A load under way keeps them in any case, and is reported itself."""
+        """The request is over, or given up. True: its blocks must stay until the workers have
+        reported it as sent, for not all of its saves are known to have ended. A load under way
+        keeps them in any case, and is reported itself."""
         request_id = request.request_id
         self._attempts.abort(request_id)
         self._pending.pop(request_id, None)
         self._failed.discard(request_id)
-        offered = self._offered.pop(request_id, 0)
+        self._offered.pop(request_id, None)
+        saving = self._saving.pop(request_id, None)
         for known in (self._requests, self._asked_s, self._first_block, self._names):
             known.pop(request_id, None)
-        if request_id in self._held or not offered:
+        if request_id in self._held or not saving:
             return False
         self._finishing.add(request_id)
         return True
 
-    def heard(self, recved: Iterable[str], failed: Iterable[str]) -> None:
-        """Loads have ended in every worker; those of `failed` lack a block somewhere."""
+    def heard(
+        self,
+        recved: Iterable[str],
+        failed: Iterable[str],
+        saved: Mapping[tuple[str, int], int] | None = None,
+    ) -> None:
+        """Loads have ended in every worker; those of `failed` lack a block somewhere. saved: of
+        saves, by request and number, in how many workers they have ended."""
+        for (request_id, number), workers in (saved or {}).items():
+            self._heard_saved(request_id, number, workers)
         for request_id in failed:
             self._counts["loads_failed"] += 1
             if request_id in self._requests:
@@ -246,6 +263,14 @@ class SchedulerSide:
             ticket = self._held.pop(request_id, None)
             if ticket is not None:
                 self._store.release(ticket)
+
+    def _heard_saved(self, request_id: str, number: int, workers: int) -> None:
+        saving = self._saving.get(request_id)
+        if saving is None or number not in saving:
+            return  # of a request that is over
+        saving[number] -= workers
+        if not saving[number]:
+            del saving[number]
 
     def reset(self) -> bool:
         """Nothing that was saved up to now is loaded any more. vLLM asks for it when the weights

@@ -126,6 +126,7 @@ class WorkerSide:
             ticket = self._store.save(blocks.hashes) if len(self._saving) < SAVES_MAX else None
             if ticket is None:
                 self._counts["saves_dropped"] += 1
+                self._report.saved.append((blocks.request_id, blocks.number))
                 continue
             self._counts["saves"] += 1
             saving = Saving(blocks, ticket, self._clock())
@@ -235,6 +236,7 @@ class WorkerSide:
     def _end_save(self, saving: Saving, *, copied: bool) -> None:
         """Publish what was copied, or give the grants back."""
         self._saving.remove(saving)
+        self._report.saved.append((saving.plan.request_id, saving.plan.number))
         ticket = saving.ticket
         self._counts["blocks_refused"] += ticket.dropped
         self._counts["saves_failed"] += bool(ticket.fault)

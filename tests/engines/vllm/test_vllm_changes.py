@@ -89,6 +89,23 @@ def test_a_model_that_changes_its_configuration_while_it_is_loaded(
     assert sidecar.stop() == 0
 
 
+def test_blocks_are_free_with_the_last_step_once_they_are_saved(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    """A program that embeds vLLM steps no further, and may reset or pause it then."""
+    a, _ = engines
+    write_model(tmp_path / "llama", "llama", 6)
+    a.start(tmp_path / "llama", kv_transfer_config=patient("", embedded={"l2": "64MiB"}))
+    prompt = tokens(14, 200)
+    a.ask("add", prompt=prompt, tokens=20)  # no more blocks become full
+    while not a.held()["worker"].get("blocks_saved"):
+        assert a.ask("step", pause_s=0.05)["ended"] == []
+    while not a.ask("step")["ended"]:
+        pass
+    assert a.ask("reset", settle=False)["reset"]
+    assert cached(a.generate([prompt])) == [full_blocks(prompt)]
+
+
 def test_metrics_tell_whether_there_is_a_sidecar(
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
