@@ -10,8 +10,8 @@ Fields and their order are those of vLLM's `distributed/kv_events.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Final, TypeAlias
 
 import msgpack
@@ -35,7 +35,8 @@ def short_name(name: BlockName) -> int:
 class BlockStored:
     """Blocks that are held from now on, each the child of the one before it.
 
-    token_ids: of all of them, `block_size` each; may be empty. medium: "GPU", "CPU", "STORAGE".
+    token_ids: of all of them, `block_size` each; may be empty; what it lists is not looked at.
+    medium: "GPU", "CPU", "STORAGE".
     """
 
     block_hashes: tuple[BlockName, ...]
@@ -79,6 +80,25 @@ _ALWAYS: Final[Mapping[type[Any], int]] = {BlockStored: 7, BlockRemoved: 2, AllB
 """Leading fields that vLLM writes whatever they are; later ones only when they say something."""
 
 
+def _is_name(told: Any) -> bool:
+    return type(told) is int or isinstance(told, bytes)
+
+
+_RIGHT: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = {
+    "tuple[BlockName, ...]": (
+        "a list of integers or bytes",
+        lambda told: isinstance(told, tuple) and all(map(_is_name, told)),
+    ),
+    "BlockName | None": ("an integer or bytes", lambda told: told is None or _is_name(told)),
+    "tuple[int, ...]": ("a list", lambda told: isinstance(told, tuple)),
+    "tuple[Any, ...] | None": ("a list", lambda told: told is None or isinstance(told, tuple)),
+    "int": ("an integer", lambda told: type(told) is int),
+    "int | None": ("an integer", lambda told: told is None or type(told) is int),
+    "str | None": ("a text", lambda told: told is None or isinstance(told, str)),
+}
+"""By a field's type: its name for people, and whether a value is one."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Events of one engine's step, oldest first. time_s: since the epoch."""
@@ -108,7 +128,8 @@ def decode(payload: bytes) -> Batch:
         raise FrameInvalid(f"a batch of {len(payload)} bytes; {MAX_PAYLOAD_BYTES} is the most")
     try:
         parts = msgpack.unpackb(payload, strict_map_key=False, use_list=False)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
+        # TypeError: a map with a map among its keys.
         raise FrameInvalid(f"a batch of events that is not msgpack: {error}") from None
     if not isinstance(parts, tuple) or len(parts) < 2 or not isinstance(parts[1], tuple):
         raise FrameInvalid("a batch of events is [time, events, rank]")
@@ -134,29 +155,22 @@ def _as_map(event: Event) -> dict[str, Any]:
 def _event_of(told: Any) -> Event | None:
     """One event, from a map or an array."""
     if isinstance(told, Mapping):
-        values = {str(key): value for key, value in told.items()}
-        name = values.pop("type", None)
+        name = told.get("type")
     elif isinstance(told, tuple) and told:
         name = told[0]
-        known = fields(_KINDS[name]) if name in _KINDS else ()
-        values = {each.name: value for each, value in zip(known, told[1:], strict=False)}
     else:
         raise FrameInvalid("an event is a map with a type, or an array that begins with it")
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         return None
-    names = {each.name for each in fields(kind)}
-    values = {key: value for key, value in values.items() if key in names}
-    if "block_hashes" in names:
-        values["block_hashes"] = _names(values.get("block_hashes"))
+    known = fields(kind)
+    if not isinstance(told, Mapping):
+        told = {each.name: value for each, value in zip(known, told[1:], strict=False)}
+    values = {each.name: told[each.name] for each in known if each.name in told}
+    for each in known:
+        what, right = _RIGHT[str(each.type)]
+        value = values.get(each.name, each.default)
+        if value is MISSING or not right(value):
+            raise FrameInvalid(f"{each.name} is {what}; a {name} has another, or none")
     event: Event = kind(**values)
     return event
-
-
-def _names(told: Any) -> tuple[BlockName, ...]:
-    if not isinstance(told, Sequence) or isinstance(told, str | bytes):
-        raise FrameInvalid("block_hashes is a list")
-    for name in told:
-        if type(name) is not int and not isinstance(name, bytes):
-            raise FrameInvalid(f"a block hash is an integer or bytes, not {type(name).__name__}")
-    return tuple(told)

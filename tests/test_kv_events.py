@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from kvstore.kv_events import (
     encode,
     short_name,
 )
-from kvstore.service.engine_index import EngineIndex
+from kvstore.service.engine_index import MAX_MEDIA, EngineIndex
 
 DATA = json.loads((Path(__file__).parent / "data" / "vllm_kv_events.json").read_text())
 LIMIT_S = 30.0
@@ -123,7 +124,12 @@ def test_what_a_newer_engine_adds_is_left_out() -> None:
         msgpack.packb([1.0, [{"type": "BlockRemoved"}]]),
         msgpack.packb([1.0, [{"type": "BlockRemoved", "block_hashes": "ab"}]]),
         msgpack.packb([1.0, [{"type": "BlockRemoved", "block_hashes": [1.5]}]]),
+        msgpack.packb([1.0, [{"type": "BlockStored", "block_hashes": [1], "medium": ["GPU"]}]]),
+        msgpack.packb([1.0, [{"type": "BlockStored", "block_hashes": [1], "group_idx": "0"}]]),
+        msgpack.packb([1.0, [["BlockStored", [1], 2.5]]]),
+        msgpack.packb([1.0, [["BlockRemoved"]]]),
         msgpack.packb([1.0, [["AllBlocksCleared"]] * (MAX_EVENTS + 1)]),
+        b"\x92\x01\x91\x81\x80\x01",  # [1, [{{}: 1}]]
     ],
 )
 def test_what_is_no_batch_is_one_line(payload: bytes) -> None:
@@ -138,6 +144,35 @@ def test_no_bytes_do_harm(payload: bytes) -> None:
         decode(payload)
     except FrameInvalid:
         return
+
+
+scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text()
+anything = st.recursive(
+    scalars | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(scalars, inner, max_size=3),
+    max_leaves=8,
+)
+kinds = st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared"])
+field_names = sorted({each.name for each in fields(BlockStored)})
+maps = st.builds(
+    lambda kind, right, wrong: {"type": kind, "block_hashes": [1], **right, **wrong},
+    kinds,
+    stored.map(lambda event: dict(vars(event))),
+    st.dictionaries(st.sampled_from(field_names) | st.just("type"), anything, max_size=2),
+)
+arrays = st.builds(lambda kind, rest: [kind, *rest], kinds | anything, st.lists(anything))
+
+
+@given(st.lists(maps | arrays | anything, max_size=3), anything)
+def test_no_event_does_harm_to_who_listens(told: list[Any], rank: Any) -> None:
+    index = EngineIndex()
+    for parts in ([1.0, told], [1.0, told, rank]):
+        try:
+            read = decode(msgpack.packb(parts))
+        except FrameInvalid:
+            continue
+        index.take("a", 0, read)
+        index.snapshot()
 
 
 def test_names_of_both_forms_meet() -> None:
@@ -189,6 +224,15 @@ def test_the_index_is_bounded() -> None:
     index.take("a", 1, batch(BlockRemoved((1, 7))))
     index.take("b", 0, batch(BlockStored((3,))))
     assert index.snapshot()["blocks"] == 2
+
+
+def test_media_are_bounded() -> None:
+    index = EngineIndex()
+    for number in range(MAX_MEDIA + 3):
+        index.take("a", 2 * number, batch(BlockStored((1,), medium=f"m{number}")))
+        index.take("a", 2 * number + 1, batch(BlockRemoved((1,), medium=f"n{number}")))
+    assert index.snapshot()["blocks"] == MAX_MEDIA
+    assert index.snapshot()["not_indexed"] == 3
 
 
 events = st.lists(
@@ -275,6 +319,14 @@ def test_an_engine_that_is_gone_holds_nothing() -> None:
         engine.close()
 
 
+MALFORMED = [
+    [1.0, [{}, 1]],
+    [1.0, [[{}, 1]]],
+    [1.0, [{"type": {}}, {"type": "BlockStored"}]],
+    [1.0, [{"type": "BlockStored", "block_hashes": [1], "medium": {}}]],
+]
+
+
 def test_messages_that_are_none_are_passed_over() -> None:
     from kvstore.service.event_sockets import Subscriber
 
@@ -290,7 +342,8 @@ def test_messages_that_are_none_are_passed_over() -> None:
         nonlocal number
         raw.send_multipart([b"kv", b"short", b"x"])
         raw.send_multipart([b"kv"])
-        raw.send_multipart([b"kv", number.to_bytes(8, "big"), b"\xc1"])
+        for rubbish in (b"\xc1", b"\x92\x01\x91\x81\x80\x01", *map(msgpack.packb, MALFORMED)):
+            raw.send_multipart([b"kv", number.to_bytes(8, "big"), rubbish])
         good = encode(batch(BlockStored((1,))))
         raw.send_multipart([b"kv", number.to_bytes(8, "big"), good])
         number += 1
@@ -300,6 +353,34 @@ def test_messages_that_are_none_are_passed_over() -> None:
     listener.close()
     raw.close(linger=0)
     context.term()
+
+
+def test_a_fault_in_one_message_does_not_end_the_listening() -> None:
+    from kvstore.service.event_sockets import Publisher, Subscriber
+
+    class Faulty(EngineIndex):
+        faults = 0
+
+        def take(self, engine: str, number: int, batch: Batch) -> None:
+            super().take(engine, number, batch)
+            if batch.data_parallel_rank == 7:
+                self.faults += 1
+                raise RuntimeError("a mistake of ours")
+
+    index = Faulty()
+    engine = Publisher("tcp://127.0.0.1:*")
+    listener = Subscriber([engine.endpoint], index)
+
+    def faulted() -> bool:
+        engine.publish(Batch(0.0, (BlockStored((1,)),), 7))
+        return index.faults > 0
+
+    wait_until(faulted)
+    engine.publish(batch(BlockStored((2,))))
+    wait_until(lambda: bool(index.runs([2])))
+    assert index.runs([1]) == {}
+    listener.close()
+    engine.close()
 
 
 def test_what_was_lost_can_be_asked_for_again() -> None:

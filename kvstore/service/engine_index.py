@@ -17,6 +17,8 @@ from kvstore.kv_events import (
 
 MAX_BLOCKS: Final = 1 << 22
 """Blocks known of all engines together; more are not indexed, and counted."""
+MAX_MEDIA: Final = 64
+"""Media of one engine; blocks in others are not indexed, and counted."""
 
 
 class EngineIndex:
@@ -80,7 +82,12 @@ class EngineIndex:
             return {**self._counts, "blocks": self._count, "engines": engines}
 
     def _store(self, engine: str, event: BlockStored) -> None:
-        held = self._medium(engine, event.medium)
+        media = self._held.setdefault(engine, {})
+        medium = event.medium or "GPU"
+        if medium not in media and len(media) >= MAX_MEDIA:
+            self._counts["not_indexed"] += len(event.block_hashes)
+            return
+        held = media.setdefault(medium, set())
         for name in event.block_hashes:
             key = (short_name(name), event.group_idx or 0)
             if key in held:
@@ -92,15 +99,12 @@ class EngineIndex:
             self._count += 1
 
     def _remove(self, engine: str, event: BlockRemoved) -> None:
-        held = self._medium(engine, event.medium)
+        held = self._held.get(engine, {}).get(event.medium or "GPU", set())
         for name in event.block_hashes:
             key = (short_name(name), event.group_idx or 0)
             if key in held:
                 held.discard(key)
                 self._count -= 1
-
-    def _medium(self, engine: str, medium: str | None) -> set[tuple[int, int]]:
-        return self._held.setdefault(engine, {}).setdefault(medium or "GPU", set())
 
     def _forget(self, engine: str) -> None:
         self._count -= sum(len(held) for held in self._held.pop(engine, {}).values())

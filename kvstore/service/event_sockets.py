@@ -116,6 +116,10 @@ class Subscriber:
             if engine not in self._refused:
                 self._refused.add(engine)
                 log.warning("KV events of %s that cannot be read: %s", engine, error)
+        except Exception:
+            # One message must not end the listening to all engines.
+            log.exception("KV events of %s: what it holds is forgotten", engine)
+            self._index.forget(engine)
 
     def _close_sockets(self) -> None:
         for monitor, socket in self._monitors.items():
