@@ -315,6 +315,10 @@ def test_slots_of_one_slab_only_are_taken_together(rigs: Any) -> None:
 # Whole engines.
 
 
+ROUNDS_MAX = 20
+"""Until some of each kind of choice was made: on a busy machine fewer are to be made."""
+
+
 class AnyChoice(Adaptive):
     """Chooses at random: every split there can be."""
 
@@ -386,7 +390,9 @@ def test_output_is_the_same_for_every_split(
     for ask in wanted:
         served.ask([ask])
     spared: set[str] = set()
-    for _ in range(3):
+    for rounds in range(ROUNDS_MAX):
+        if rounds >= 3 and "below" in spared and len(policy.made) > 3:
+            break
         emptied(served, store)
         tier.schedule = always(Fault.SLOW, "read")
         for ask, output in zip(wanted, served.ask(wanted), strict=True):
