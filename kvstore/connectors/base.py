@@ -2,7 +2,7 @@
 
 The rule of slots: a slot is leased from before its copy is queued until after the copy has ended.
 `CopyThread` therefore never drops a copy it took: each one comes back through `finished`, done or
-failed, and only then does its owner hand the ticket back.
+failed, or through `withdraw`, not begun, and only then does its owner hand the ticket back.
 """
 
 from __future__ import annotations
@@ -89,6 +89,17 @@ class CopyThread:
             self._under_way += 1
             self._changed.notify_all()
             return True
+
+    def withdraw(self, wanted: Callable[[Copy], bool]) -> list[Copy]:
+        """Take back the gathers of this kind that have not begun: they touch no slot, and do not
+        come through `finished`. Never waits for a copy."""
+        with self._changed:
+            queue = self._queues[Direction.GATHER]
+            taken = [copy for copy in queue if wanted(copy)]
+            for copy in taken:
+                queue.remove(copy)
+            self._under_way -= len(taken)
+            return taken
 
     def launched(self) -> list[Copy]:
         """Scatters by layer that the device has been given since the last call. Each comes back

@@ -92,6 +92,17 @@ def test_saves_get_their_turn_among_loads_that_do_not_end(rig: Rig) -> None:
     assert rig.ran() == [0, *first, 1, *second, 2, loads[-1]]
 
 
+def test_saves_that_have_not_begun_are_taken_back(rig: Rig) -> None:
+    for page in (1, 2, 3, 4):
+        assert rig.submit(GATHER, page)
+    assert rig.submit(SCATTER, 2)
+    taken = rig.copies.withdraw(lambda copy: copy.owner in (0, 2, 4))
+    assert [copy.owner for copy in taken] == [2, 4], "the first runs, and a load is no save"
+    assert rig.copies.under_way == 4
+    assert rig.ran() == [0, 2, 1, 3]
+    assert rig.copies.under_way == 0
+
+
 def test_saves_that_fill_the_queue_refuse_no_load(rig: Rig) -> None:
     while rig.submit(GATHER, 1):
         pass

@@ -549,9 +549,11 @@ class GatedSlab(ManualSlab):
     def __init__(self, slots: int, slot_bytes: int) -> None:
         super().__init__(slots, slot_bytes)
         self.gate = threading.Event()
+        self.wanted = threading.Event()
         self.broken = False
 
     def view(self, slot: int) -> memoryview:
+        self.wanted.set()
         assert self.gate.wait(HANG_LIMIT_S), "the gate is never opened"
         if self.broken:
             raise OSError("no such memory")
@@ -563,6 +565,7 @@ def test_a_copy_under_way_ends_before_preempted_blocks_are_given_away() -> None:
     slab = rig.store.slab = GatedSlab(16, NAMESPACE.block_bytes)
     before = [rig.fill(3 + index, index) for index in range(4)]
     rig.side.start_saves(saves(4))
+    assert slab.wanted.wait(HANG_LIMIT_S)
     opener = threading.Timer(0.1, slab.gate.set)
     opener.start()
     rig.side.begin(StepPlan(preempted=frozenset({"r"})))
@@ -572,6 +575,23 @@ def test_a_copy_under_way_ends_before_preempted_blocks_are_given_away() -> None:
     rig.side.close()
     rig.store.check_idle()
     opener.join()
+
+
+def test_preemption_takes_back_a_copy_that_has_not_begun() -> None:
+    """Else the engine's step would wait for every copy before it, of other requests."""
+    rig = Working()
+    slab = rig.store.slab = GatedSlab(16, NAMESPACE.block_bytes)
+    rig.side.start_saves(saves(2, name="other"))
+    assert slab.wanted.wait(HANG_LIMIT_S)
+    rig.side.start_saves(saves(2, first=9, tag=1))
+    rig.side.begin(StepPlan(preempted=frozenset({"r"})))  # the gate is still shut
+    assert rig.side.counts()["saves_cut_by_preemption"] == 1
+    assert rig.side.stats()["copies_under_way"] == 1
+    slab.gate.set()
+    until_stored(rig.side, rig.store, chain(2))
+    rig.side.close()
+    assert not set(chain(2, 1)) & set(rig.store.blocks)
+    rig.store.check_idle()
 
 
 def test_a_copy_that_fails_is_a_load_of_nothing_and_a_save_of_nothing(

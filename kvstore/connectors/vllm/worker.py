@@ -99,9 +99,12 @@ class WorkerSide:
     # One step: begin, (the computation), start_loads and start_saves, collect.
 
     def begin(self, plan: StepPlan) -> None:
-        """Before the computation: let go of the blocks of preempted requests."""
+        """Before the computation: let go of the blocks of preempted requests. Only a copy that has
+        begun is waited for."""
         if not plan.preempted:
             return
+        for copy in self._copies.withdraw(lambda c: c.owner.plan.request_id in plan.preempted):
+            copy.owner.copying = False
         for saving in self._saves_of(plan.preempted):
             if not saving.copying:
                 self._counts["saves_cut_by_preemption"] += 1
