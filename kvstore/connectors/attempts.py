@@ -53,6 +53,11 @@ class Attempt:
     looked_s: float = 0.0
     can_start: bool = False
 
+    def asks(self, hashes: Sequence[bytes], first_block: int) -> bool:
+        """Whether it is the question for these from this block on."""
+        same = first_block == self.first_block and len(hashes) - first_block == len(self.hashes)
+        return same and hashes[-1] == self.hashes[-1]
+
     @property
     def settled(self) -> bool:
         """Nothing more will come."""
@@ -111,17 +116,17 @@ class Attempts:
     def match(
         self, request_id: str, hashes: Sequence[bytes], first_block: int, *, can_start: bool
     ) -> HookMatch:
-        """See `KVHooks.match`."""
+        """See `KVHooks.match`. Each hash stands for all before it: the last tells whether they are
+        those of the last question, which a long queue asks in every step."""
         now_s = self._clock()
-        wanted = tuple(hashes[first_block:])
         waiting = self._waiting.get(request_id)
-        if not wanted:
+        if len(hashes) <= first_block:
             self._drop(waiting)
             return MISS
         if waiting is None:
             waiting = self._waiting[request_id] = Waiting(first_asked_s=now_s)
         attempt = waiting.attempt
-        if attempt is not None and (attempt.first_block, attempt.hashes) != (first_block, wanted):
+        if attempt is not None and not attempt.asks(hashes, first_block):
             self._drop(waiting)
             attempt = None
         if attempt is not None and attempt.missed_s is not None:
@@ -129,8 +134,9 @@ class Attempts:
                 return MISS
             attempt = None
         if attempt is None:
-            attempt = waiting.attempt = Attempt(wanted, first_block, now_s)
-            attempt.match = self._store.match(wanted)
+            attempt = Attempt(tuple(hashes[first_block:]), first_block, now_s)
+            waiting.attempt = attempt
+            attempt.match = self._store.match(attempt.hashes)
             self.counts["matches"] += 1
         return self._answer(waiting, attempt, now_s, can_start)
 

@@ -236,6 +236,36 @@ def test_an_answer_leads_to_the_next_question_before_vllm_asks_again() -> None:
     rig.store.check_idle()
 
 
+class Counted(list[bytes]):
+    """vLLM's hashes of a request; counts how often they are read through."""
+
+    read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read += isinstance(index, slice)
+        return super().__getitem__(index)
+
+
+def test_a_request_that_waits_is_not_read_through_in_every_step() -> None:
+    rig = Scheduling()
+    asked = request()
+    asked.block_hashes = hashes = Counted(asked.block_hashes)
+    for _ in range(5):
+        assert rig.side.match(asked, 0) is None
+        rig.plan()
+    assert hashes.read == 1
+    assert rig.side.match(asked, BLOCK) is None
+    assert rig.store.last(Match).hashes == tuple(hashes[1:4]), "vLLM has the first by now"
+    asked.block_hashes = chain(4, tag=1)
+    assert rig.side.match(asked, BLOCK) is None
+    assert rig.store.last(Match).hashes == tuple(chain(4, tag=1)[1:4]), "another prompt"
+    asked.num_tokens -= BLOCK
+    assert rig.side.match(asked, BLOCK) is None
+    assert rig.store.last(Match).hashes == tuple(chain(4, tag=1)[1:3])
+    rig.side.finished(asked)
+    rig.store.check_idle()
+
+
 def test_requests_that_must_compute_everything_never_ask() -> None:
     rig = Scheduling(*ALL)
     rig.hold(4)

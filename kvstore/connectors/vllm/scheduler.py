@@ -86,6 +86,7 @@ class SchedulerSide:
         )
         self._adapters = adapters
         self._names: dict[str, Names] = {}
+        self._prompts: dict[str, tuple[tuple[bytes, int, bytes], tuple[bytes, ...]]] = {}
         self._requests: dict[str, Request] = {}
         self._asked_s: dict[str, float] = {}
         self._first_block: dict[str, int] = {}
@@ -118,7 +119,7 @@ class SchedulerSide:
             self._attempts.abort(request_id)
             late = (self._clock() - asked_s) * 1e3 >= self._deadline_ms
             return None if trust is Trust.READING and not late else 0
-        hashes = self._hashes(request, salt, (request.num_tokens - 1) // self._block_tokens)
+        hashes = self._prompt_hashes(request, salt)
         first = computed_tokens // self._block_tokens
         self._first_block[request_id] = first
         found = self._attempts.match(request_id, hashes, first, can_start=True)
@@ -135,6 +136,7 @@ class SchedulerSide:
         request_id = request.request_id
         self._requests[request_id] = request
         self._pending.pop(request_id, None)
+        self._prompts.pop(request_id, None)
         asked_s = self._asked_s.pop(request_id, None)
         if not external_tokens:
             self._attempts.abort(request_id)
@@ -237,7 +239,13 @@ class SchedulerSide:
         self._failed.discard(request_id)
         self._offered.pop(request_id, None)
         saving = self._saving.pop(request_id, None)
-        for known in (self._requests, self._asked_s, self._first_block, self._names):
+        for known in (
+            self._requests,
+            self._asked_s,
+            self._first_block,
+            self._names,
+            self._prompts,
+        ):
             known.pop(request_id, None)
         if request_id in self._held or not saving:
             return False
@@ -318,6 +326,20 @@ class SchedulerSide:
         for ticket in self._held.values():
             self._store.release(ticket)
         self._held.clear()
+
+    def _prompt_hashes(self, request: Request, salt: bytes) -> tuple[bytes, ...]:
+        """Names of the blocks that a waiting request may load. It asks in every step, so they are
+        kept: vLLM's last name stands for all of them."""
+        stop = (request.num_tokens - 1) // self._block_tokens
+        named = min(stop * self._hashes_per_block, len(request.block_hashes))
+        if named <= 0:
+            return ()
+        asked = (self._epoch + salt, named, request.block_hashes[named - 1])
+        kept = self._prompts.get(request.request_id)
+        if kept is None or kept[0] != asked:
+            kept = (asked, self._hashes(request, salt, stop))
+            self._prompts[request.request_id] = kept
+        return kept[1]
 
     def _hashes(
         self, request: Request, salt: bytes, stop: int, start: int = 0
