@@ -14,6 +14,7 @@ import pytest
 from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, hashes_of, put
 
 import kvstore
+from kvstore.connectors.attempts import ROUND_TRIP_MS
 from kvstore.connectors.vllm.describe import (
     check_embedded,
     check_outermost,
@@ -154,7 +155,13 @@ def test_whatever_changes_the_bytes_changes_the_namespace() -> None:
 def test_fp8_is_named_by_its_kind() -> None:
     spec = a_spec(dtype="torch.uint8", kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"))
     engine = an_engine(cache={"cache_dtype": "fp8"})
-    assert namespaces_of(engine, a_config(spec), StoreSettings())[0].dtype == "fp8_e4m3"
+    (here,) = namespaces_of(engine, a_config(spec), StoreSettings())
+    assert here.dtype == "fp8_e4m3"
+    (amd,) = namespaces_of(engine, a_config(spec), StoreSettings(), fnuz=True)
+    assert amd.digest != here.digest
+    (plain,) = namespaces_of(an_engine(), a_config(a_spec()), StoreSettings())
+    (same,) = namespaces_of(an_engine(), a_config(a_spec()), StoreSettings(), fnuz=True)
+    assert same == plain
 
 
 def test_ranks_have_namespaces_of_their_own_unless_they_hold_the_same() -> None:
@@ -349,6 +356,11 @@ def test_settings_refuse_what_they_do_not_know() -> None:
         connector_settings({"sockt": "/s"})
     with pytest.raises(ConfigError, match="timeout"):
         connector_settings({"prefetch": {"policy": "timout"}})
+
+
+def test_a_save_may_wait_for_an_answer_though_loads_may_not() -> None:
+    assert connector_settings({"prefetch": {"cap_ms": 0}}).save_ms == ROUND_TRIP_MS
+    assert connector_settings({"prefetch": {"cap_ms": "3s"}}).save_ms == 3e3
 
 
 def test_a_route_is_what_the_sidecar_counts_its_traffic_as(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore.blocks import Namespace
@@ -92,7 +93,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         engines = get_current_vllm_config_or_none()  # set where workers begin
         if engines is not None and engines.kv_transfer_config is not None:
             check_outermost(self._kv_transfer_config, engines.kv_transfer_config)
-        self._namespaces = namespaces_of(vllm_config, kv_cache_config, self._settings)
+        self._namespaces = namespaces_of(
+            vllm_config, kv_cache_config, self._settings, fnuz=current_platform.is_fp8_fnuz()
+        )
         self._open = ExitStack()
         self._growth = Growth()
         self._scheduler: SchedulerSide | None = None
@@ -222,7 +225,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             opened.store,
             kv_caches,
             self._kv_cache_config.num_blocks,
-            save_ms=self._settings.prefetch.cap_ms,
+            save_ms=self._settings.save_ms,
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:

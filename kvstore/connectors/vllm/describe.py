@@ -154,11 +154,13 @@ def check_items(vllm_config: Any) -> None:
 
 
 def namespaces_of(
-    vllm_config: Any, kv_cache_config: Any, settings: StoreSettings
+    vllm_config: Any, kv_cache_config: Any, settings: StoreSettings, *, fnuz: bool = False
 ) -> list[Namespace]:
     """The namespace of each tensor-parallel rank, in the order of ranks.
 
     Of MLA every rank holds the same latent: one namespace for all of them.
+
+    fnuz: this device's fp8 is AMD's own (MI300), whose bytes mean other numbers.
 
     Raises ConfigError: KV that the connector cannot keep; one line says what would be right.
     """
@@ -170,11 +172,13 @@ def namespaces_of(
     check_spec(spec, vllm_config.cache_config)
     mla = type(spec).__name__ == "MLAAttentionSpec"
     ranks = vllm_config.parallel_config.tensor_parallel_size
+    dtype = kv_dtype(spec, vllm_config.cache_config)
+    quantisation = str(vllm_config.model_config.quantization or "none")
     engine = {
         "model": model_id(vllm_config.model_config, settings),
         "revision": revision_of(vllm_config, settings.revision),
-        "dtype": kv_dtype(spec, vllm_config.cache_config),
-        "quantisation": str(vllm_config.model_config.quantization or "none"),
+        "dtype": dtype,
+        "quantisation": f"{quantisation}-fnuz" if fnuz and dtype == "fp8_e4m3" else quantisation,
         "layers": len(group.layer_names),
         "kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_size,

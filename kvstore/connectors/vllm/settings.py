@@ -10,6 +10,7 @@ from pydantic import Field
 
 from kvstore.client import REPLY_LIMIT_S
 from kvstore.config import Milliseconds, PrefetchSettings, Section, ServerSettings, validated
+from kvstore.connectors.attempts import ROUND_TRIP_MS
 from kvstore.errors import ConfigError
 from kvstore.tiers.policies.prefetch import PrefetchPolicy, prefetch_policy
 
@@ -43,6 +44,11 @@ class ConnectorSettings(StoreSettings):
 
     prefetch: PrefetchSettings = PrefetchSettings()
     """How long a request may wait for blocks from below L2."""
+
+    @property
+    def save_ms(self) -> float:
+        """How long a save may wait for its slots: as a load may, but at least for an answer."""
+        return max(ROUND_TRIP_MS, self.prefetch.cap_ms)
 
     def policy(self) -> PrefetchPolicy:
         """Raises ConfigError: an unknown policy, or one that vLLM cannot follow."""
