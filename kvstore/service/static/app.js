@@ -135,12 +135,22 @@ const acts = {
   },
 };
 
-// Opens a dialog; its answer once it is closed.
+// Opens a dialog; its answer once it is closed. The event of its end comes some time after it: by
+// then it may be open again, for another question.
+const answers = {};
 function dialog(id) {
+  const box = $(id);
+  answers[id]?.();
   return new Promise((resolve) => {
-    $(id).returnValue = "";
-    $(id).addEventListener("close", () => resolve($(id).returnValue), { once: true });
-    $(id).showModal();
+    answers[id] = () => {
+      delete answers[id];
+      resolve(box.returnValue);
+    };
+    box.onclose = () => {
+      if (!box.open) answers[id]?.();
+    };
+    box.returnValue = "";
+    box.showModal();
   });
 }
 
