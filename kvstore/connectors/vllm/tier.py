@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
@@ -39,7 +38,7 @@ from kvstore.config import validated
 from kvstore.connectors.vllm.host_pool import remove_abandoned
 from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.plans import IdleSteps
-from kvstore.connectors.vllm.settings import TierSettings, check_version
+from kvstore.connectors.vllm.settings import TierSettings
 from kvstore.connectors.vllm.stores import open_store
 from kvstore.connectors.vllm.tier_metrics import TierGrowth, definitions
 from kvstore.connectors.vllm.transfers import Transfers, rows_of
@@ -71,7 +70,6 @@ class KVStoreTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **table: Any,
     ) -> None:
-        check_version(vllm.__version__)
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         settings = validated(TierSettings, table, "secondary_tiers")
         remove_abandoned()

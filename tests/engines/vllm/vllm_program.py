@@ -64,8 +64,8 @@ class Program:
         adapter: list[Any] | None = None,
         sound: int | None = None,
     ) -> dict[str, Any]:
-        """One after another, or all at once. adapter: name, number and folder of a LoRA. image:
-        seed of a made-up picture, for prompts with a place for one."""
+        """One after another, or all at once. adapter: name, number and folder of a LoRA. sound:
+        seed of a made-up sound, for prompts with a place for one."""
         from vllm import SamplingParams
 
         params = SamplingParams(
