@@ -25,17 +25,17 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from kvstore.connectors.reference import ReferenceHooks
+from kvstore.connectors.reference.hooks import ReferenceHooks
 from kvstore.engine.hooks import KVHooks, NoHooks
 from kvstore.engine.loader import LoadedModel, random_model
 from kvstore.engine.loop import Engine
 from kvstore.engine.runner import Runner
-from kvstore.leases import Slab
-from kvstore.store import Store
-from kvstore.tiers.limits import RateLimit
+from kvstore.prefetch.adaptive import Adaptive
+from kvstore.prefetch.policy import PrefetchPolicy, WaitComplete
+from kvstore.shm.slab import Slab
+from kvstore.store.store import Store
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.policies.adaptive import Adaptive
-from kvstore.tiers.policies.prefetch import PrefetchPolicy, WaitComplete
+from kvstore.tiers.wrappers import RateLimit
 
 BLOCK_TOKENS: Final = 16
 WAIT_MS: Final = 600_000.0

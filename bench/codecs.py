@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from kvstore import codecs
-from kvstore.blocks import DTYPE_BYTES
+from kvstore.blocks.frame import aligned_buffer
+from kvstore.blocks.key import DTYPE_BYTES
 from kvstore.engine import smollm2
 from kvstore.engine.loader import load_model
 from kvstore.engine.runner import Runner, StepRow
-from kvstore.frame import aligned_buffer
 
 PAGE_TOKENS: Final = 16
 STEP_TOKENS: Final = 256

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.frame import padded
+from kvstore.blocks.frame import padded
+from kvstore.cache.eviction import eviction_policy
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import disk
-from kvstore.tiers.disk.directory import LOCK_BYTES
 from kvstore.tiers.disk.files import PAGE
-from kvstore.tiers.disk.table import OVERHEAD_PAGES
-from kvstore.tiers.policies.eviction import eviction_policy
+from kvstore.tiers.disk.lockfile import LOCK_BYTES
+from kvstore.tiers.disk.volume import OVERHEAD_PAGES
 
 FRAME_BYTES = 2 * PAGE
 ENTRY_BYTES = 150

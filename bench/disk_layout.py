@@ -18,9 +18,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvstore.blocks import Key
+from kvstore.blocks.frame import HEADER_BYTES
+from kvstore.blocks.key import Key
 from kvstore.errors import TierError
-from kvstore.frame import HEADER_BYTES
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import disk
 from kvstore.tiers.base import Tier

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.tiers import disk
 from kvstore.tiers.disk.files import Files
 from kvstore.tiers.disk.index import Entries

@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvstore.simulate.levels import Level
-from kvstore.simulate.optimal import optimal_hit_rates
-from kvstore.simulate.replay import hit_rates
-from kvstore.simulate.traces import read_trace
+from kvstore.analysis.simulate.levels import Level
+from kvstore.analysis.simulate.optimal import optimal_hit_rates
+from kvstore.analysis.simulate.replay import hit_rates
+from kvstore.analysis.simulate.traces import read_trace
 
 FIXED = ("lru", "lfu", "s3fifo", "cost")
 

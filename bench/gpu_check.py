@@ -41,7 +41,7 @@ from kvstore.kernels.paths import COPY_ENGINE_FROM_BYTES, Direction
 from kvstore.kernels.paths import Path as CopyPath
 from kvstore.kernels.quantise import error_of
 from kvstore.kernels.torch_copier import DeviceCopier, HostCopier
-from kvstore.leases import Slab
+from kvstore.shm.slab import Slab
 
 BLOCK_BYTES: Final = 2 << 20
 ROUNDS: Final = 5

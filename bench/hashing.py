@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore.hashing import BlockHasher, hash_tokens
+from kvstore.blocks.hashing import BlockHasher, hash_tokens
 
 VOCABULARY = 128_256
 """Of Llama 3: half of the ids take three bytes of CBOR, half five."""

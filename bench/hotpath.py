@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import kvstore
-from kvstore.blocks import Namespace
+from kvstore.blocks.key import Namespace
+from kvstore.interface import BlockStore, Ticket
 from kvstore.testing.processes import Sidecar
-from kvstore.verbs import BlockStore, Ticket
 
 NAMESPACE = Namespace(model="bench", layers=2, kv_heads=2, head_dim=64)
 SMALL_BYTES = 48

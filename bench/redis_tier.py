@@ -22,14 +22,14 @@ from typing import Any
 
 import redis as redis_py
 
-from kvstore.blocks import Key
+from kvstore.blocks.frame import HEADER_BYTES
+from kvstore.blocks.key import Key
+from kvstore.config.units import format_bytes, parse_bytes
 from kvstore.errors import TierError
-from kvstore.frame import HEADER_BYTES
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.processes import free_port
 from kvstore.tiers import redis
 from kvstore.tiers.redis.keys import encode_name
-from kvstore.units import format_bytes, parse_bytes
 
 TURN_BYTES = 96 << 20
 """Bytes of blocks per way and round."""

@@ -24,7 +24,7 @@ from typing import Any
 import boto3
 from botocore.config import Config as BotoConfig
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.errors import TierError
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import s3

@@ -33,8 +33,8 @@ from typing import Any
 import torch
 
 from kvstore import codecs
+from kvstore.blocks.frame import aligned_buffer, checksum
 from kvstore.connectors.sglang.copies import Copies
-from kvstore.frame import aligned_buffer, checksum
 from kvstore.testing.processes import Sidecar
 
 LAYERS, TOKENS, HEADS, WIDTH = 32, 16, 8, 128

@@ -2,8 +2,8 @@
 
     python bench/simulate.py --requests 250000,1000000 --scratch /var/tmp
 
-Writes traces of made-up conversations (kvstore/simulate/traffic.py) in Mooncake's format, and runs
-`kvstore simulate` over each in a process of its own: an L2 of LRU, then L1, L2 and a tier below.
+Writes traces of made-up conversations (kvstore/analysis/simulate/traffic.py) in Mooncake's format,
+and runs `kvstore simulate` over each in its own process: an L2 of LRU, then L1, L2 and a tier below.
 Prints seconds, of the clock and of the CPU, requests a second of the latter, and the process's
 largest resident size, also in bytes per block that was asked for.
 """
@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from kvstore.simulate.traffic import Traffic, generate
+from kvstore.analysis.simulate.traffic import Traffic, generate
 
 BLOCK_TOKENS = 256
 TRAFFIC = Traffic(rate=50, prefix=2048, prefixes=2000, turns=6, turn=400, output=300, gap=120)

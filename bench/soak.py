@@ -35,11 +35,11 @@ from typing import Any, Final
 import numpy as np
 
 import kvstore
-from kvstore.blocks import Namespace
+from kvstore.blocks.key import Namespace
 from kvstore.errors import ConfigError, TierError
-from kvstore.session import Session
-from kvstore.store import Store
-from kvstore.verbs import Load
+from kvstore.interface import Load
+from kvstore.store.session import Session
+from kvstore.store.store import Store
 
 # 64 KiB a block.
 SPACES: Final = tuple(

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import kvstore
-from kvstore.blocks import Namespace
-from kvstore.frame import HEADER_BYTES, aligned_buffer
-from kvstore.leases import Slab
-from kvstore.store import Store
+from kvstore.blocks.frame import HEADER_BYTES, aligned_buffer
+from kvstore.blocks.key import Namespace
+from kvstore.interface import BlockStore, Load, Save, SlotBuffer, Ticket
+from kvstore.shm.slab import Slab
+from kvstore.store.store import Store
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.processes import Sidecar
 from kvstore.tiers import disk
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.files import Files
 from kvstore.tiers.memory import MemoryTier
-from kvstore.verbs import BlockStore, Load, Save, SlotBuffer, Ticket
 
 SIZES: Final = {"64KiB": 64 << 10, "256KiB": 256 << 10, "2MiB": 2 << 20, "32MiB": 32 << 20}
 RUN_BYTES: Final = 32 << 20

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from tier_media import CONTAINS_BLOCKS, Medium, Pass, TierMedium, percentile, run_pass
 
-from kvstore.frame import HEADER_BYTES
+from kvstore.blocks.frame import HEADER_BYTES
 from kvstore.testing.frames import key_of
 from kvstore.tiers import redis, s3
 

@@ -21,15 +21,15 @@ from typing import Any, Final
 
 import torch
 
-from kvstore.connectors.reference import ReferenceHooks
+from kvstore.connectors.reference.hooks import ReferenceHooks
 from kvstore.engine import smollm2
 from kvstore.engine.loader import LoadedModel, load_model, random_model
 from kvstore.engine.loop import Engine
 from kvstore.engine.runner import Runner
-from kvstore.leases import Slab
-from kvstore.store import Store
+from kvstore.prefetch.policy import WaitComplete
+from kvstore.shm.slab import Slab
+from kvstore.store.store import Store
 from kvstore.tiers import disk
-from kvstore.tiers.policies.prefetch import WaitComplete
 
 BLOCK_TOKENS: Final = 16
 WAIT_MS: Final = 600_000.0

@@ -15,8 +15,8 @@ from typing import Any, get_type_hints
 import typer
 
 from kvstore.cli import build_app
-from kvstore.cli.parts.knobs import Knob, common_tier_keys, knobs, sections, tier_models
-from kvstore.config import TierSettings
+from kvstore.cli.common.config_keys import Knob, common_tier_keys, knobs, sections, tier_models
+from kvstore.config.settings import TierSettings
 from kvstore.service.reload import ENGINES, RELOADS
 
 HERE = Path(__file__).parent

@@ -11,13 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvstore.wire import connect as connect
-    from kvstore.wire import open as open
+    from kvstore.store.assembly import connect as connect
+    from kvstore.store.assembly import open as open
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "connect", "open"]
 
-_LAZY = {"open": "kvstore.wire", "connect": "kvstore.wire"}
+_LAZY = {"open": "kvstore.store.assembly", "connect": "kvstore.store.assembly"}
 
 
 def __getattr__(name: str) -> Any:

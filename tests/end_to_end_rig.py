@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore.connectors.reference import ReferenceHooks
+from kvstore.connectors.reference.hooks import ReferenceHooks
 from kvstore.engine.hooks import NoHooks
 from kvstore.engine.loader import LoadedModel, random_model
 from kvstore.engine.loop import Engine, collect
 from kvstore.engine.lora import random_adapter
 from kvstore.engine.request import Output, Request
 from kvstore.engine.runner import Runner
-from kvstore.leases import Slab
-from kvstore.store import Store
+from kvstore.interface import BlockStore
+from kvstore.prefetch.policy import PrefetchPolicy, WaitComplete
+from kvstore.shm.slab import Slab
+from kvstore.store.store import Store
 from kvstore.tiers import disk
-from kvstore.tiers.policies.prefetch import PrefetchPolicy, WaitComplete
-from kvstore.verbs import BlockStore
 
 torch.set_num_threads(1)
 

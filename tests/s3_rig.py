@@ -27,7 +27,7 @@ import boto3
 from botocore.config import Config as BotoConfig
 from botocore.exceptions import BotoCoreError, ClientError
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.errors import KVStoreError
 from kvstore.testing.frames import FrameBuffer
 from kvstore.testing.processes import free_port

@@ -19,14 +19,14 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
-from kvstore.blocks import Namespace
+from kvstore.blocks.key import Namespace
 from kvstore.cli import main
-from kvstore.config import Settings, merged
-from kvstore.link import ask_stats
-from kvstore.protocol import Receiver, Verb, hello, pack
-from kvstore.service.serve import serve
+from kvstore.config.settings import Settings, merged
+from kvstore.interface import BlockStore, Load, Save, Ticket
+from kvstore.ipc.protocol import Receiver, Verb, hello, pack
+from kvstore.ipc.sidecar_connection import ask_stats
+from kvstore.service.main import serve
 from kvstore.testing.processes import suspend
-from kvstore.verbs import BlockStore, Load, Save, Ticket
 
 NAMESPACE = Namespace(model="m", layers=2, kv_heads=1, head_dim=64, dtype="float32", block_tokens=4)
 SLOT_BYTES = NAMESPACE.block_bytes
@@ -35,7 +35,7 @@ LIMIT_S = 60.0
 """A hang guard for tests, no measure."""
 
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["kvstore.service.serve", "sidecar_rig"])
+_forks.set_forkserver_preload(["kvstore.service.main", "sidecar_rig"])
 
 
 class ForkedSidecar:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvstore.blocks import Key, Namespace
-from kvstore.leases import Slab
-from kvstore.session import Session
-from kvstore.store import Store
+from kvstore.blocks.key import Key, Namespace
+from kvstore.interface import Load, Match, Save, Ticket
+from kvstore.shm.slab import Slab
+from kvstore.store.session import Session
+from kvstore.store.store import Store
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.verbs import Load, Match, Save, Ticket
 
 SLOT_BYTES = 4096
 WAIT_S = 60.0

@@ -22,8 +22,8 @@ EXIT_MISTAKE = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 
-COMMANDS = tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.ispkg))
-"""Names of this package's modules, each of them one command."""
+COMMANDS = tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "common"))
+"""Every module of this package but `common` is one command."""
 
 _EXTRAS = {
     "torch": "engine",

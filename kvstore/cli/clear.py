@@ -35,7 +35,7 @@ def clear(
 
     Exits with 1 when it was not confirmed.
     """
-    from kvstore.cli.parts.sidecar import address, ask
+    from kvstore.cli.common.sidecar_http import address, ask
     from kvstore.errors import ConfigError
 
     if not yes:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstore.cli.parts.overrides import Assignments, assigned
+from kvstore.cli.common.set_option import Assignments, assigned
 
 EXIT_MISTAKE = 2
 
@@ -35,8 +35,8 @@ def show(
 
     The output is a configuration file that says all of it. Secrets are masked.
     """
-    from kvstore.cli.parts.effective import as_json as to_json
-    from kvstore.cli.parts.effective import as_toml, effective
+    from kvstore.cli.common.config_in_force import as_json as to_json
+    from kvstore.cli.common.config_in_force import as_toml, effective
 
     tables = effective(config, assigned(set_))
     if as_json:
@@ -54,7 +54,7 @@ def check(
     Nothing is opened, made or asked, and KVSTORE_* is not read. Exits with 2 when a file has a
     mistake.
     """
-    from kvstore.cli.parts.checking import wrong_with
+    from kvstore.cli.common.config_check import wrong_with
 
     mistakes = {str(file): wrong_with(file) for file in files}
     if as_json:
@@ -78,7 +78,7 @@ def schema(
     ] = False,
 ) -> None:
     """Print the JSON Schema of the file, the tiers' own parts included."""
-    from kvstore.cli.parts.schema import schema as make
+    from kvstore.cli.common.config_schema import schema as make
 
     print(json.dumps(make(), indent=None if as_json else 2))
 
@@ -97,7 +97,7 @@ def reload(
     What can change while it runs does, all of it at once. Exits with 2, and nothing has changed,
     when the file has a mistake or changes what needs a restart.
     """
-    from kvstore.cli.parts.sidecar import address, ask
+    from kvstore.cli.common.sidecar_http import address, ask
 
     answer = ask(address(url), "/v1/reload", {}, token=token, limit_s=60.0)
     if as_json:

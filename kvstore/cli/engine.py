@@ -16,10 +16,10 @@ import typer
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvstore.config import Settings
+    from kvstore.config.settings import Settings
     from kvstore.engine.loader import LoadedModel
     from kvstore.engine.runner import Runner
-    from kvstore.tiers.policies.prefetch import PrefetchPolicy
+    from kvstore.prefetch.policy import PrefetchPolicy
 
 RANDOM = "random"
 SMOLLM2 = "smollm2"
@@ -110,14 +110,14 @@ def engine_command(
     ] = None,
 ) -> None:
     """Serve a model over OpenAI's API, with KV kept by the node's sidecar if --store names one."""
-    from kvstore import logs
     from kvstore.engine.loop import Engine
     from kvstore.engine.runner import Runner
     from kvstore.engine.server import create_app, listen, serve
     from kvstore.engine.thread import EngineThread
-    from kvstore.service.otel import open_tracer
-    from kvstore.service.requests import Requests
-    from kvstore.wire import build_prefetch_policy
+    from kvstore.service.http.request_log import Requests
+    from kvstore.store.assembly import build_prefetch_policy
+    from kvstore.telemetry import logs
+    from kvstore.telemetry.tracing import open_tracer
 
     _check_times(deadline_ms=deadline_ms or 0.0, wait_store_s=wait_store_s)
     waiting = {"policy": prefetch, "cap_ms": deadline_ms, "min_tokens": min_load_tokens}
@@ -170,8 +170,8 @@ def engine_command(
 
 def _settings(config: str | None, **said: dict[str, Any]) -> Settings:
     """The configuration, with what the command line said of each section laid over it."""
-    from kvstore.config import Settings
-    from kvstore.hashing import check_algorithm
+    from kvstore.blocks.hashing import check_algorithm
+    from kvstore.config.settings import Settings
 
     given = {
         section: {key: value for key, value in values.items() if value is not None}
@@ -200,7 +200,7 @@ def _load(model: str, seed: int, dtype: str, device: str) -> LoadedModel:
 
 def _pages(loaded: LoadedModel, kv_memory: str, page_tokens: int) -> int:
     """How many pages a pool of this size has."""
-    from kvstore.units import parse_bytes
+    from kvstore.config.units import parse_bytes
 
     if page_tokens < 1:
         raise ConfigError(f"page_tokens is {page_tokens}; it must be at least 1")
@@ -239,9 +239,9 @@ def _join(
         from kvstore.engine.hooks import NoHooks
 
         return None, NoHooks(block_tokens)
-    from kvstore.connectors.reference import ReferenceHooks
+    from kvstore.connectors.reference.hooks import ReferenceHooks
     from kvstore.kernels import BlockFormat
-    from kvstore.wire import connect
+    from kvstore.store.assembly import connect
 
     if os.path.exists(joining.socket) and not stat.S_ISSOCK(os.stat(joining.socket).st_mode):
         raise ConfigError(

@@ -35,7 +35,7 @@ def hash_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print one hex hash per full block of a prompt's token ids."""
-    from kvstore.hashing import BlockHasher
+    from kvstore.blocks.hashing import BlockHasher
 
     if (lora_name is None) != (lora_path is None):
         raise ConfigError("--lora-name and --lora-path go together: both are part of the hash")

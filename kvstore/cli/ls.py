@@ -43,7 +43,7 @@ def ls(
 
     Exits with 1 when a tier could not be listed.
     """
-    from kvstore.cli.parts.sidecar import address, ask
+    from kvstore.cli.common.sidecar_http import address, ask
     from kvstore.errors import ConfigError
 
     if prefixes:
@@ -113,7 +113,7 @@ def _show(answer: dict[str, Any], blocks: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kvstore.units import format_bytes
+    from kvstore.config.units import format_bytes
 
     console = Console()
     rows = answer["blocks"] if blocks else answer["groups"]

@@ -74,7 +74,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _ask(url: str | None, path: str, body: dict[str, Any], token: str | None) -> dict[str, Any]:
-    from kvstore.cli.parts.sidecar import address, ask
+    from kvstore.cli.common.sidecar_http import address, ask
 
     return ask(address(url), path, body, token=token, limit_s=LIMIT_S)
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstore.cli.parts import options
+from kvstore.cli.common import trace_options
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from kvstore.blocks import Namespace
-    from kvstore.planning.spans import Spans
+    from kvstore.analysis.planning.spans import Spans
+    from kvstore.blocks.key import Namespace
 
 PREFIXES = {"2k": 2_048, "8k": 8_192, "32k": 32_768}
 """Prompt lengths, in tokens, that the plan counts."""
@@ -75,19 +75,19 @@ def plan(
             "conversation, tokens of each and of its answer; time between)."
         ),
     ] = None,
-    prefill_rate: options.PrefillRate = options.PREFILL_RATE,
-    l2_speed: options.L2Speed = options.L2_SPEED,
-    l3_speed: options.L3Speed = options.L3_SPEED,
-    l3_latency: options.L3Latency = options.L3_LATENCY,
-    gpu_hour: options.GpuHour = 0.0,
+    prefill_rate: trace_options.PrefillRate = trace_options.PREFILL_RATE,
+    l2_speed: trace_options.L2Speed = trace_options.L2_SPEED,
+    l3_speed: trace_options.L3Speed = trace_options.L3_SPEED,
+    l3_latency: trace_options.L3Latency = trace_options.L3_LATENCY,
+    gpu_hour: trace_options.GpuHour = 0.0,
     ram_gb_month: Annotated[
         float, typer.Option(help="Price of 1 GB of RAM for a month, in dollars.")
     ] = 0.0,
     disk_gb_month: Annotated[
         float, typer.Option(help="Price of 1 GB of disk for a month, in dollars.")
     ] = 0.0,
-    tokenizer: options.TokenizerPath = None,
-    as_json: options.AsJson = False,
+    tokenizer: trace_options.TokenizerPath = None,
+    as_json: trace_options.AsJson = False,
 ) -> None:
     """Print bytes per token, what the tiers hold, and with traffic what that would save.
 
@@ -98,10 +98,11 @@ def plan(
     and which policies suit, from replaying the first requests as kvstore simulate does: up to
     20,000 of them and 100,000 blocks, made up ones in blocks of 128 tokens.
     """
-    from kvstore.cli.parts import planned, shaping
-    from kvstore.geometry import namespace_from_hf
-    from kvstore.planning.spans import attention_kind, spans_of
-    from kvstore.units import parse_bytes
+    from kvstore.analysis.planning.report import gpu_budget, outlook, requests_of
+    from kvstore.analysis.planning.spans import attention_kind, spans_of
+    from kvstore.analysis.simulate import options
+    from kvstore.blocks.model_geometry import namespace_from_hf
+    from kvstore.config.units import parse_bytes
 
     parsed = read_config(config)
     namespace = namespace_from_hf(
@@ -129,9 +130,9 @@ def plan(
     if trace is not None and traffic is not None:
         raise ConfigError("--trace and --traffic are two descriptions of one traffic; give one")
     figures = (decode_rate, gpu_hour, ram_gb_month, disk_gb_month)
-    if not 1 <= engines <= shaping.ENGINES_MAX or not decode_rate > 0:
+    if not 1 <= engines <= options.ENGINES_MAX or not decode_rate > 0:
         raise ConfigError(
-            f"--engines from 1 to {shaping.ENGINES_MAX} and --decode-rate above 0 are right"
+            f"--engines from 1 to {options.ENGINES_MAX} and --decode-rate above 0 are right"
         )
     if not all(0 <= figure < math.inf for figure in figures):
         raise ConfigError(
@@ -139,11 +140,11 @@ def plan(
         )
     if not 0 < gpu_utilisation <= 1:
         raise ConfigError(f"--gpu-utilisation is {gpu_utilisation}; above 0 and up to 1 is right")
-    costs = shaping.Speeds(prefill_rate, l2_speed, l3_speed, l3_latency)
-    with shaping.progress_bar() as progress:
-        requests = planned.requests_of(trace, traffic, block_tokens, tokenizer, progress)
+    costs = options.Speeds(prefill_rate, l2_speed, l3_speed, l3_latency)
+    with options.progress_bar() as progress:
+        requests = requests_of(trace, traffic, block_tokens, tokenizer, progress)
         if gpu_memory is not None:
-            report["budget"] = planned.gpu_budget(
+            report["budget"] = gpu_budget(
                 parsed,
                 namespace,
                 spans,
@@ -159,7 +160,7 @@ def plan(
                 decode_rate=decode_rate,
             )
         if requests is not None:
-            report |= planned.outlook(
+            report |= outlook(
                 requests,
                 namespace,
                 spans,
@@ -174,7 +175,7 @@ def plan(
     if as_json:
         print(json.dumps(report))
     else:
-        from kvstore.cli.parts.plan_tables import show
+        from kvstore.analysis.planning.tables import show
 
         show(report)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstore.cli.parts.overrides import Assignments, assigned
+from kvstore.cli.common.set_option import Assignments, assigned
 
 
 def register(app: typer.Typer) -> None:
@@ -55,10 +55,10 @@ def register(app: typer.Typer) -> None:
 
         SIGHUP, or `kvstore config reload`, reads FILE anew. SIGTERM writes what waits, and ends.
         """
-        from kvstore.config import Settings, merged
+        from kvstore.config.settings import Settings, merged
         from kvstore.errors import ConfigError
-        from kvstore.service.serve import serve as run
-        from kvstore.wire import DISK_CAPACITY, disk_table
+        from kvstore.service.main import serve as run
+        from kvstore.store.assembly import DISK_CAPACITY, disk_table
 
         if disk is None and (disk_capacity is not None or codec is not None):
             raise ConfigError("--disk-capacity and --codec go with --disk FOLDER")

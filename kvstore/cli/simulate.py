@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstore.cli.parts import options
+from kvstore.cli.common import trace_options
 from kvstore.errors import ConfigError
 
 
@@ -26,28 +26,28 @@ def simulate(
             "(hash_ids), vLLM KV events (JSON or msgpack), token ids or text, one request a line."
         ),
     ],
-    block_tokens: options.BlockTokens = None,
-    l1_blocks: options.L1Blocks = None,
-    l1: options.L1Size = None,
-    page_tokens: options.PageTokens = None,
-    l2_blocks: options.L2Blocks = None,
-    l2: options.L2Size = None,
-    infinite: options.Infinite = False,
-    l3_blocks: options.L3Blocks = None,
-    l3: options.L3Size = None,
-    bytes_per_token: options.BytesPerToken = options.BYTES_PER_TOKEN,
-    eviction: options.Eviction = "lru",
-    l3_eviction: options.L3Eviction = None,
-    write: options.Write = "write_through",
-    selective_hits: options.SelectiveHits = 2,
-    prefetch: options.Prefetch = "always",
-    engines: options.Engines = 0,
-    prefill_rate: options.PrefillRate = options.PREFILL_RATE,
-    l2_speed: options.L2Speed = options.L2_SPEED,
-    l3_speed: options.L3Speed = options.L3_SPEED,
-    l3_latency: options.L3Latency = options.L3_LATENCY,
-    gpu_hour: options.GpuHour = 0.0,
-    tokenizer: options.TokenizerPath = None,
+    block_tokens: trace_options.BlockTokens = None,
+    l1_blocks: trace_options.L1Blocks = None,
+    l1: trace_options.L1Size = None,
+    page_tokens: trace_options.PageTokens = None,
+    l2_blocks: trace_options.L2Blocks = None,
+    l2: trace_options.L2Size = None,
+    infinite: trace_options.Infinite = False,
+    l3_blocks: trace_options.L3Blocks = None,
+    l3: trace_options.L3Size = None,
+    bytes_per_token: trace_options.BytesPerToken = trace_options.BYTES_PER_TOKEN,
+    eviction: trace_options.Eviction = "lru",
+    l3_eviction: trace_options.L3Eviction = None,
+    write: trace_options.Write = "write_through",
+    selective_hits: trace_options.SelectiveHits = 2,
+    prefetch: trace_options.Prefetch = "always",
+    engines: trace_options.Engines = 0,
+    prefill_rate: trace_options.PrefillRate = trace_options.PREFILL_RATE,
+    l2_speed: trace_options.L2Speed = trace_options.L2_SPEED,
+    l3_speed: trace_options.L3Speed = trace_options.L3_SPEED,
+    l3_latency: trace_options.L3Latency = trace_options.L3_LATENCY,
+    gpu_hour: trace_options.GpuHour = 0.0,
+    tokenizer: trace_options.TokenizerPath = None,
     sweep: Annotated[
         str | None,
         typer.Option(help="Sizes of L2 to compare: 1024,4096 (blocks) or 64GiB,1TiB,infinite."),
@@ -58,7 +58,7 @@ def simulate(
     optimum: Annotated[
         bool, typer.Option(help="Find what the best order of eviction would have hit as well.")
     ] = True,
-    as_json: options.AsJson = False,
+    as_json: trace_options.AsJson = False,
 ) -> None:
     """Replay a trace through the real caches and policies, without KV, in virtual time.
 
@@ -72,14 +72,14 @@ def simulate(
     speeds, decode not counted. The figures that stand there by default are those of Llama-3-8B on
     one fast GPU over PCIe 4.0 and an NVMe drive.
     """
-    from kvstore.cli.parts import shaping
-    from kvstore.cli.parts.simulated import check_picture, draw, show
-    from kvstore.simulate.formats import open_trace
-    from kvstore.simulate.run import Shape
-    from kvstore.simulate.sweep import REPLAYS_MAX, Sweep
-    from kvstore.simulate.waits import LOADING
-    from kvstore.tiers.policies.eviction import EVICTION_POLICIES
-    from kvstore.tiers.policies.write import WRITE_POLICIES
+    from kvstore.analysis.simulate import options
+    from kvstore.analysis.simulate.formats import open_trace
+    from kvstore.analysis.simulate.report import check_picture, draw, show
+    from kvstore.analysis.simulate.run import Shape
+    from kvstore.analysis.simulate.sweep import REPLAYS_MAX, Sweep
+    from kvstore.analysis.simulate.waits import LOADING
+    from kvstore.cache.eviction import EVICTION_POLICIES
+    from kvstore.cache.write_policy import WRITE_POLICIES
 
     if picture is not None:
         check_picture(picture)
@@ -91,19 +91,19 @@ def simulate(
     for name, value in {"--bytes-per-token": bytes_per_token, "--page-tokens": page_tokens}.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
-    if not 0 <= engines <= shaping.ENGINES_MAX or not 0 <= gpu_hour < float("inf"):
+    if not 0 <= engines <= options.ENGINES_MAX or not 0 <= gpu_hour < float("inf"):
         raise ConfigError(
-            f"--engines from 0 to {shaping.ENGINES_MAX} and --gpu-hour from 0 on are right"
+            f"--engines from 0 to {options.ENGINES_MAX} and --gpu-hour from 0 on are right"
         )
     policies = product(
-        shaping.names(eviction, EVICTION_POLICIES, "eviction policy"),
-        shaping.names(write, WRITE_POLICIES, "write policy"),
-        shaping.names(prefetch, LOADING, "prefetch policy"),
+        options.names(eviction, EVICTION_POLICIES, "eviction policy"),
+        options.names(write, WRITE_POLICIES, "write policy"),
+        options.names(prefetch, LOADING, "prefetch policy"),
     )
     if l3_eviction is not None:
-        shaping.names(l3_eviction, EVICTION_POLICIES, "eviction policy")
+        options.names(l3_eviction, EVICTION_POLICIES, "eviction policy")
     with (
-        shaping.progress_bar() as report,
+        options.progress_bar() as report,
         open_trace(
             trace,
             block_tokens=block_tokens,
@@ -116,10 +116,10 @@ def simulate(
             raise ConfigError(f"{opened.name} has no token ids, which --page-tokens is for")
         size = opened.block_tokens
         block_bytes = size * bytes_per_token
-        l1_size = shaping.size_of("--l1", l1_blocks, l1, block_bytes)
+        l1_size = options.size_of("--l1", l1_blocks, l1, block_bytes)
         if l1_size is None:
             raise ConfigError("L1 is a pool of pages, which has an end; give --l1 a size")
-        costs = shaping.Speeds(prefill_rate, l2_speed, l3_speed, l3_latency).model(
+        costs = options.Speeds(prefill_rate, l2_speed, l3_speed, l3_latency).model(
             block_bytes=block_bytes, block_tokens=size
         )
         base = Shape(
@@ -127,13 +127,13 @@ def simulate(
             bytes_per_token,
             l1_pages=l1_size if page_tokens is None else max(1, l1_size * size // page_tokens),
             page_tokens=page_tokens,
-            l3_blocks=shaping.size_of("--l3", l3_blocks, l3, block_bytes),
+            l3_blocks=options.size_of("--l3", l3_blocks, l3, block_bytes),
             selective_hits=selective_hits,
             engines=engines,
         )
-        sizes = [None if infinite else shaping.size_of("--l2", l2_blocks, l2, block_bytes)]
+        sizes = [None if infinite else options.size_of("--l2", l2_blocks, l2, block_bytes)]
         if sweep is not None:
-            sizes = [shaping.blocks_of(each, block_bytes, "--sweep") for each in sweep.split(",")]
+            sizes = [options.blocks_of(each, block_bytes, "--sweep") for each in sweep.split(",")]
         shapes = [
             replace(
                 base,

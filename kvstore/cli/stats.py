@@ -63,11 +63,11 @@ def stats(
 def _asker(socket: str | None, url: str | None, token: str | None) -> Callable[[], Numbers]:
     """What asks the sidecar once. Raises TierUnavailable: there is none."""
     if url:
-        from kvstore.cli.parts.sidecar import ask
+        from kvstore.cli.common.sidecar_http import ask
 
         return lambda: ask(url, "/v1/stats", token=token)
-    from kvstore.config import Settings
-    from kvstore.link import ask_stats
+    from kvstore.config.settings import Settings
+    from kvstore.ipc.sidecar_connection import ask_stats
 
     path = socket or Settings.load().server.socket
     return lambda: ask_stats(path, token)
@@ -112,7 +112,7 @@ def _watch(ask: Callable[[], Numbers], every_s: float, times: int) -> None:
 def changes(old: Numbers, new: Numbers, seconds: float) -> str:
     """What moved between two looks, by the second. A counter that fell was of another sidecar, and
     counts from zero."""
-    from kvstore.units import format_bytes
+    from kvstore.config.units import format_bytes
 
     def rate(*path: str) -> float:
         first, second = (_at(numbers, path) for numbers in (old, new))
@@ -141,7 +141,7 @@ def view(numbers: Numbers) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    from kvstore.units import format_bytes
+    from kvstore.config.units import format_bytes
 
     l2 = numbers["l2"]
     table = Table("tier", "holds", "of", "blocks", "hits", "evicted", "queued", "faults")

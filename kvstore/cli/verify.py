@@ -72,7 +72,7 @@ def _print_report(report: VerifyReport) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from kvstore.units import format_bytes
+    from kvstore.config.units import format_bytes
 
     console = Console()
     console.print(

@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     ) -> None:
         """Warm L2: from what the tiers below hold, or by replaying prompts through an engine."""
-        from kvstore.cli.parts.sidecar import address
+        from kvstore.cli.common.sidecar_http import address
         from kvstore.errors import ConfigError
 
         if (share is None) == (prompts is None):
@@ -62,7 +62,7 @@ def _fill(url: str, share: float, token: str | None) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import Progress
 
-    from kvstore.cli.parts.sidecar import ask
+    from kvstore.cli.common.sidecar_http import ask
     from kvstore.errors import TierUnavailable
 
     console = Console(stderr=True)
@@ -95,7 +95,7 @@ def _replay(
     from rich.console import Console
     from rich.progress import track
 
-    from kvstore.cli.parts.sidecar import ask
+    from kvstore.cli.common.sidecar_http import ask
 
     named = model or str(ask(engine, "/models", token=token)["data"][0]["id"])
     for request in track(requests, "replaying", console=Console(stderr=True), transient=True):

@@ -13,7 +13,7 @@ import importlib
 import pkgutil
 from typing import Protocol, cast
 
-from kvstore.blocks import DTYPE_BYTES
+from kvstore.blocks.key import DTYPE_BYTES
 from kvstore.codecs.base import Codec
 from kvstore.errors import ConfigError, FrameInvalid
 

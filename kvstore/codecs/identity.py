@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.codecs.base import Codec
-from kvstore.config import Section
+from kvstore.config.settings import Section
 from kvstore.errors import FrameInvalid
 
 

@@ -15,7 +15,7 @@ import threading
 import zstandard
 
 from kvstore.codecs.base import Codec
-from kvstore.config import Section
+from kvstore.config.settings import Section
 from kvstore.errors import FrameInvalid
 
 PAYS_FROM = 1 / 20

@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from kvstore.blocks import DTYPE_BYTES
+from kvstore.blocks.key import DTYPE_BYTES
 from kvstore.codecs.base import Codec
-from kvstore.config import Section
+from kvstore.config.settings import Section
 from kvstore.errors import FrameInvalid
 
 SLICE_ELEMENTS = 1 << 17

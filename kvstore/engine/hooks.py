@@ -27,24 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvstore.verbs import Answer
-
-
-@dataclass(slots=True)
-class HookMatch:
-    """Answer to `match`.
-
-    blocks, tiers, more: count only when HIT; one tier name per block. more: later blocks are held
-        or on their way for this request.
-    compute: counts only when PENDING; blocks from `first_block` on that the engine computes
-        meanwhile, 0 to wait.
-    """
-
-    answer: Answer
-    blocks: int = 0
-    tiers: tuple[str, ...] = ()
-    more: bool = False
-    compute: int = 0
+from kvstore.interface import MISS, HookMatch
 
 
 class LayerArrival(Protocol):
@@ -81,8 +64,6 @@ class Saved:
 
 
 HookEvent = Loaded | Saved
-
-MISS = HookMatch(Answer.MISS)
 
 
 class KVHooks(Protocol):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from kvstore.blocks import Namespace
+from kvstore.blocks.key import Namespace
 from kvstore.engine.gguf_file import GGUFFile
 from kvstore.engine.hf_folder import HFFolder, TokenizerFolder
 from kvstore.engine.model import Layer, Transformer

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from kvstore.blocks.hashing import BlockHasher
 from kvstore.engine.attention import StepRow
 from kvstore.engine.cache import PrefixCache
 from kvstore.engine.hooks import KVHooks, LayerArrival, NoHooks
@@ -34,7 +35,6 @@ from kvstore.engine.scheduler import Scheduler, Slice
 from kvstore.engine.text import TextStream
 from kvstore.engine.transfers import Transfers
 from kvstore.errors import ConfigError
-from kvstore.hashing import BlockHasher
 
 IDLE_POLL_S = 0.005
 """Longest wait for the hooks in a step in which nothing can run."""

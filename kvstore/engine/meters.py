@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from kvstore.engine.request import Output
-from kvstore.metrics import OTHER
+from kvstore.telemetry.histogram import OTHER
 
 TTFT_BUCKETS_S = (
     0.001,

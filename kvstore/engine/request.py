@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.blocks.hashing import BlockHasher
 from kvstore.engine.sampling import Sampler, SamplingParams
 from kvstore.engine.text import TextStream
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.hashing import BlockHasher
 
 MAX_STOP_STRINGS = 16
 """Stop strings one request may carry."""

@@ -26,10 +26,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.engine.cache import PrefixCache
-from kvstore.engine.hooks import HookMatch
 from kvstore.engine.request import Job, State
 from kvstore.engine.transfers import LoadUnderWay, Transfers
-from kvstore.verbs import Answer
+from kvstore.interface import Answer, HookMatch
 
 PREFIX_ORDER_MAX_WAITING = 128
 """A queue longer than this is served first come, first served."""

@@ -31,7 +31,7 @@ from kvstore.engine.request import Request as EngineRequest
 from kvstore.engine.thread import EngineDead, EngineThread, stats_of
 from kvstore.engine.tokenizer import Tokenizer, byte_tokenizer
 from kvstore.errors import ConfigError
-from kvstore.metrics import check_route
+from kvstore.telemetry.histogram import check_route
 
 ROUTE_HEADER = "x-kvstore-route"
 """By which a caller says what its traffic is, for statistics."""

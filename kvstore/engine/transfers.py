@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.engine.cache import PrefixCache
-from kvstore.engine.hooks import MISS, HookMatch, KVHooks, LayerArrival, Loaded
+from kvstore.engine.hooks import KVHooks, LayerArrival, Loaded
 from kvstore.engine.request import Job
-from kvstore.verbs import Answer
+from kvstore.interface import MISS, Answer, HookMatch
 
 SAVE_PAGES_SHARE = 0.5
 """Share of the pool that saves under way may keep from being reused; beyond it, blocks are not

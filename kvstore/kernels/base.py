@@ -19,10 +19,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from kvstore.interface import SlotBuffer
 from kvstore.kernels.formats import BlockFormat
 from kvstore.kernels.layout import PoolLayout
 from kvstore.kernels.plan import CopyPlan, copy_plan
-from kvstore.verbs import SlotBuffer
 
 SKIP = -1
 """A page id that means: leave this page of the block alone."""

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvstore.interface import SlotBuffer
 from kvstore.kernels.base import FINISHED, SKIP, Event, Plans, as_layout
 from kvstore.kernels.cuda_device import CudaDevice, Device
 from kvstore.kernels.formats import PLAIN, BlockFormat, dtype_name
@@ -29,7 +30,6 @@ from kvstore.kernels.paths import STAGING_BYTES, Direction, Path, path_for
 from kvstore.kernels.plan import CopyPlan
 from kvstore.kernels.slabs import SlabMap, SlotAddresses
 from kvstore.kernels.torch_copier import DeviceCopier, device_mark
-from kvstore.verbs import SlotBuffer
 
 
 class CudaCopier:

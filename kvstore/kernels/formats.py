@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvstore.blocks import DTYPE_BYTES, LAYOUT_REFERENCE, Namespace
+from kvstore.blocks.key import DTYPE_BYTES, LAYOUT_REFERENCE, Namespace
 from kvstore.errors import ConfigError
 from kvstore.kernels.layout import PoolLayout
 

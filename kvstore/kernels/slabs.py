@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.leases import Slab
-from kvstore.verbs import SlotBuffer
+from kvstore.interface import SlotBuffer
+from kvstore.shm.slab import Slab
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvstore.interface import SlotBuffer
 from kvstore.kernels.base import FINISHED, SKIP, Event, Plans, as_layout
 from kvstore.kernels.formats import PLAIN, SCALE_BYTES, BlockFormat
 from kvstore.kernels.layout import PoolLayout
 from kvstore.kernels.plan import CopyPlan, Row
 from kvstore.kernels.quantise import dequantise, quantise
-from kvstore.verbs import SlotBuffer
 
 UNLOCKED_ELEMENTS = 501
 """numpy gives up the interpreter's lock for an assignment of more than 500 elements."""

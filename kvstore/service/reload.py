@@ -19,10 +19,10 @@ from typing import Any, Final
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel
 
-from kvstore.config import Settings
+from kvstore.config.settings import Settings
 from kvstore.errors import ConfigError
-from kvstore.service.app import Service, bearer
-from kvstore.wire import tier_config
+from kvstore.service.http.app import Service, bearer
+from kvstore.store.assembly import tier_config
 
 log = logging.getLogger(__name__)
 

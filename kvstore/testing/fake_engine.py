@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.engine.hooks import HookEvent, HookMatch, Loaded, Saved
-from kvstore.verbs import Answer
+from kvstore.engine.hooks import HookEvent, Loaded, Saved
+from kvstore.interface import Answer, HookMatch
 
 _MASK = (1 << 64) - 1
 _POISON = 0xDEAD_BEEF_DEAD_BEEF

@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvstore.blocks import Key
+from kvstore.blocks.frame import HEADER_BYTES, aligned_buffer
+from kvstore.blocks.key import Key
 from kvstore.errors import TierError, TierFull, TierUnavailable
-from kvstore.frame import HEADER_BYTES, aligned_buffer
 from kvstore.tiers.base import Tier
-from kvstore.tiers.limits import Wrapper
+from kvstore.tiers.wrappers import Wrapper
 
 MAX_HANG_S = 120.0
 """A hung call that nobody released goes on after this, so that a failing test still ends."""

@@ -6,8 +6,7 @@ import hashlib
 
 import numpy as np
 
-from kvstore.blocks import Key
-from kvstore.frame import (
+from kvstore.blocks.frame import (
     HEADER_BYTES,
     aligned_buffer,
     checksum,
@@ -16,6 +15,7 @@ from kvstore.frame import (
     parse_header,
     verify_stored,
 )
+from kvstore.blocks.key import Key
 
 
 def key_of(number: int, *, tenant: str = "tenant", namespace: str = "ab" * 16) -> Key:

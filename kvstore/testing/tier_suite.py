@@ -20,9 +20,9 @@ from typing import ClassVar
 
 import pytest
 
-from kvstore.blocks import Key
+from kvstore.blocks.frame import aligned_buffer
+from kvstore.blocks.key import Key
 from kvstore.errors import TierError
-from kvstore.frame import aligned_buffer
 from kvstore.testing.frames import FrameBuffer, block_of, key_of
 from kvstore.tiers.base import PAGE_BYTES, Tier
 

@@ -29,7 +29,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 
 PAGE_BYTES = 4096
 """Alignment of frames and buffers: the sector size direct I/O asks for."""

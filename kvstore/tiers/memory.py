@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import Field
 
-from kvstore.blocks import Key
-from kvstore.config import Bytes, Section
+from kvstore.blocks.key import Key
+from kvstore.config.settings import Bytes, Section
 from kvstore.errors import FrameTooLarge, TierError, TierFull
 from kvstore.tiers.base import PAGE_BYTES, Tier
 

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.blocks import DTYPE_BYTES, Namespace
+from kvstore.analysis.breakeven import loads, prefill
+from kvstore.analysis.breakeven.loads import LoadFailed, Loads, block_lengths, kv_like
+from kvstore.blocks.key import DTYPE_BYTES, Namespace
 from kvstore.cli import main
-from kvstore.cli.breakeven import loads, prefill
-from kvstore.cli.breakeven.loads import LoadFailed, Loads, block_lengths, kv_like
-from kvstore.costs import CostModel, PrefillCurve
 from kvstore.engine.loader import random_model
 from kvstore.errors import ConfigError
+from kvstore.prefetch.costs import CostModel, PrefillCurve
 from kvstore.tiers import disk
 from kvstore.tiers.memory import MemoryTier
 

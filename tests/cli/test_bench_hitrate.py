@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvstore.cli.benches import hitrate
+from kvstore.cli.bench import hitrate
 
 EXPECTED = json.loads((Path(__file__).parent.parent / "data" / "hitrate.json").read_text())["rows"]
 RATES = ("radix", "block16", "block64")

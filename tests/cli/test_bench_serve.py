@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from engine_rig import EngineProcess
 
+from kvstore.analysis.loadgen.endpoint import Endpoint, Options, usage_of
+from kvstore.analysis.loadgen.run import FAULTS_IN_A_ROW, Load, Run
+from kvstore.analysis.loadgen.summary import spread, summary, tells_cached
+from kvstore.analysis.loadgen.workloads import WORKLOADS, Session, Turn, Writer
 from kvstore.cli import main
-from kvstore.cli.load.endpoint import Endpoint, Options, usage_of
-from kvstore.cli.load.run import FAULTS_IN_A_ROW, Load, Run
-from kvstore.cli.load.summary import spread, summary, tells_cached
-from kvstore.cli.load.workloads import WORKLOADS, Session, Turn, Writer
 
 SMALL = ["--scale", "0.1", "--max-tokens", "3", "--concurrency", "2"]
 

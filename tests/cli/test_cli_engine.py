@@ -76,7 +76,7 @@ def test_mistakes_are_one_line(
 
 def test_a_file_says_how_to_wait_and_hash_and_options_win(tmp_path: Path) -> None:
     from kvstore.cli.engine import _settings
-    from kvstore.wire import build_prefetch_policy
+    from kvstore.store.assembly import build_prefetch_policy
 
     file = tmp_path / "engine.toml"
     file.write_text(
@@ -104,7 +104,7 @@ def test_engines_of_one_kv_format_share_and_no_others(
     from kvstore.engine.loader import random_model
     from kvstore.engine.loop import Engine
     from kvstore.engine.runner import Runner
-    from kvstore.tiers.policies.prefetch import WaitComplete
+    from kvstore.prefetch.policy import WaitComplete
 
     loaded = random_model(0, layers=1, hidden=16, heads=1, kv_heads=1, vocab=300)
 
@@ -144,7 +144,7 @@ def test_the_engine_goes_on_without_the_sidecar_it_was_given(tmp_path: Path) -> 
     from kvstore.engine.loader import random_model
     from kvstore.engine.loop import Engine
     from kvstore.engine.runner import Runner
-    from kvstore.tiers.policies.prefetch import Timeout
+    from kvstore.prefetch.policy import Timeout
 
     loaded = random_model(0, layers=1, hidden=16, heads=1, kv_heads=1, vocab=300)
     runner = Runner(loaded, 64, 4)

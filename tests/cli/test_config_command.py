@@ -11,11 +11,11 @@ import jsonschema
 import pytest
 
 from kvstore.cli import main
-from kvstore.cli.parts.knobs import knobs, sections, tier_models
-from kvstore.cli.parts.overrides import assigned
-from kvstore.config import Settings
+from kvstore.cli.common.config_keys import knobs, sections, tier_models
+from kvstore.cli.common.set_option import assigned
+from kvstore.config.settings import Settings
 from kvstore.errors import ConfigError
-from kvstore.wire import tier_config
+from kvstore.store.assembly import tier_config
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -203,7 +203,7 @@ def test_check_repeats_no_secret(tmp_path: Path, capsys: Capture) -> None:
 
 @pytest.fixture(scope="module")
 def validator() -> Any:
-    from kvstore.cli.parts.schema import schema
+    from kvstore.cli.common.config_schema import schema
 
     made = json.loads(json.dumps(schema()))
     jsonschema.Draft202012Validator.check_schema(made)

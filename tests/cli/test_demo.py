@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli import main
-from kvstore.cli.demo_parts.prompts import PROMPTS_MAX, make_prompts
-from kvstore.cli.demo_parts.run import STEPS, Row, check
+from kvstore.cli.demo.prompts import PROMPTS_MAX, make_prompts
+from kvstore.cli.demo.run import STEPS, Row, check
 from kvstore.errors import ConfigError
 
 SMALL = ("--model", "random", "--prompts", "1", "--prompt-tokens", "200", "--max-tokens", "4")

@@ -11,7 +11,7 @@ from sidecar_rig import SLOT_BYTES, ForkedSidecar
 from typer.testing import CliRunner
 
 from kvstore.cli import build_app
-from kvstore.cli.doctors import vllm as doctor
+from kvstore.cli.doctor import vllm as doctor
 
 CONNECTOR = {
     "kv_connector": "KVStoreConnector",

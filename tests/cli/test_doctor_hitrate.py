@@ -12,7 +12,7 @@ import pytest
 from sidecar_rig import ForkedSidecar, disk
 
 from kvstore.cli import main
-from kvstore.cli.doctors.sidecar import diagnose
+from kvstore.cli.doctor.sidecar import diagnose
 from kvstore.engine import smollm2
 
 Capture = pytest.CaptureFixture[str]

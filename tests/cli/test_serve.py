@@ -20,7 +20,7 @@ from sidecar_rig import (
     wait_until,
 )
 
-from kvstore.client import Client
+from kvstore.ipc.client import Client
 from kvstore.testing.processes import ProcessFailed, Sidecar, free_port
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.blocks import Namespace
+from kvstore.blocks.key import Namespace
 from kvstore.errors import StoreClosed
-from kvstore.verbs import Load, Match, Save, Ticket
+from kvstore.interface import Load, Match, Save, Ticket
 
 
 class ManualClock:

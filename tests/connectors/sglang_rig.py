@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from sidecar_rig import ForkedSidecar
 
+from kvstore.connectors.sglang.page_pools import KV, Shelves
 from kvstore.connectors.sglang.settings import BackendSettings, backend_settings
-from kvstore.connectors.sglang.shelves import KV, Shelves
 
 torch.set_num_threads(1)
 

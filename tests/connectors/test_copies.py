@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 import pytest
 from manual_store import ManualSlab
 
-from kvstore.connectors.base import (
+from kvstore.connectors.common.copy_thread import (
     COPIES_QUEUED_MAX,
     SCATTERS_IN_A_ROW_MAX,
     Copy,
     CopyThread,
     Direction,
 )
+from kvstore.interface import SlotBuffer
 from kvstore.kernels import FINISHED, Event
-from kvstore.verbs import SlotBuffer
 
 GATHER, SCATTER = Direction.GATHER, Direction.SCATTER
 LIMIT_S = 20.0

@@ -12,15 +12,15 @@ import pytest
 import torch
 from manual_store import ManualClock, ManualStore
 
-from kvstore.blocks import Namespace
-from kvstore.connectors.attempts import MISS_KEPT_MS, ROUND_TRIP_MS, Attempts
-from kvstore.connectors.base import GuardedStore
-from kvstore.connectors.reference import SAVES_MAX, ReferenceHooks
-from kvstore.engine.hooks import HookEvent, HookMatch, Loaded, Saved
+from kvstore.blocks.key import Namespace
+from kvstore.connectors.common.guarded_store import GuardedStore
+from kvstore.connectors.common.pending_lookups import MISS_KEPT_MS, ROUND_TRIP_MS, Attempts
+from kvstore.connectors.reference.hooks import SAVES_MAX, ReferenceHooks
+from kvstore.engine.hooks import HookEvent, Loaded, Saved
 from kvstore.errors import ConfigError
+from kvstore.interface import Answer, HookMatch, Load, Match, Save
 from kvstore.kernels import PoolLayout, check_layout
-from kvstore.tiers.policies.prefetch import BestEffort, Timeout, WaitComplete
-from kvstore.verbs import Answer, Load, Match, Save
+from kvstore.prefetch.policy import BestEffort, Timeout, WaitComplete
 
 torch.set_num_threads(1)
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.connectors.reference import ReferenceHooks
+from kvstore.connectors.reference.hooks import ReferenceHooks
 from kvstore.engine.loader import random_model
 from kvstore.engine.loop import Engine
 from kvstore.engine.runner import Runner
 from kvstore.kernels import BlockFormat
-from kvstore.leases import Slab
-from kvstore.store import Store
-from kvstore.tiers.policies.prefetch import WaitComplete
+from kvstore.prefetch.policy import WaitComplete
+from kvstore.shm.slab import Slab
+from kvstore.store.store import Store
 
 torch.set_num_threads(1)
 

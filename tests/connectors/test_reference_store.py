@@ -19,11 +19,11 @@ from end_to_end_rig import (
 )
 
 from kvstore.engine.loader import LoadedModel
-from kvstore.leases import Slab
-from kvstore.store import Store
+from kvstore.prefetch.policy import BestEffort, PrefetchPolicy, Timeout, WaitComplete
+from kvstore.shm.slab import Slab
+from kvstore.store.store import Store
 from kvstore.testing.faults import Fault, FaultyTier, always
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.policies.prefetch import BestEffort, PrefetchPolicy, Timeout, WaitComplete
 
 HANG_LIMIT_S = 60.0
 DEADLINE_MS = 250.0

@@ -25,16 +25,16 @@ from sidecar_rig import ForkedSidecar, disk, wait_until
 from store_rig import RemoteTier
 
 import kvstore
-from kvstore.blocks import Key, Namespace
-from kvstore.config import merged
+from kvstore.blocks.key import Key, Namespace
+from kvstore.config.settings import merged
 from kvstore.connectors.sglang.copies import Copies
-from kvstore.connectors.sglang.describe import EXTENTS, FLAT, HostPool, namespace_of
+from kvstore.connectors.sglang.namespace import EXTENTS, FLAT, HostPool, namespace_of
+from kvstore.connectors.sglang.page_pool import Shelf, hashes_of
+from kvstore.connectors.sglang.page_pools import Shelves
 from kvstore.connectors.sglang.settings import DeadlineSettings
-from kvstore.connectors.sglang.shelf import Shelf, hashes_of
-from kvstore.connectors.sglang.shelves import Shelves
 from kvstore.errors import ConfigError
-from kvstore.leases import Slab
-from kvstore.store import Store
+from kvstore.shm.slab import Slab
+from kvstore.store.store import Store
 
 GUARD = DeadlineSettings(base_ms=60_000, cap_ms=60_000)
 

@@ -13,11 +13,11 @@ from sglang_rig import PAGE_BYTES, HostMemory, Rank, config, flush, keys_of, set
 from sidecar_rig import ForkedSidecar, disk, wait_until
 
 import kvstore
-from kvstore.blocks import Key, Namespace
+from kvstore.blocks.key import Key, Namespace
 from kvstore.connectors.sglang.copies import Copies, Extents
-from kvstore.connectors.sglang.describe import EXTENTS, HostPool, namespace_of
+from kvstore.connectors.sglang.namespace import EXTENTS, HostPool, namespace_of
+from kvstore.connectors.sglang.page_pool import Shelf, hashes_of
 from kvstore.connectors.sglang.settings import DeadlineSettings
-from kvstore.connectors.sglang.shelf import Shelf, hashes_of
 from kvstore.testing.frames import FrameBuffer
 from kvstore.tiers import disk as disk_tier
 

@@ -19,18 +19,18 @@ from sglang_rig import config
 
 from kvstore.connectors.sglang.calls import Calls
 from kvstore.connectors.sglang.copies import Copies, Extents
-from kvstore.connectors.sglang.desk import Desk
-from kvstore.connectors.sglang.hits import kv_hits, trailing_lengths
-from kvstore.connectors.sglang.served import model_of, revision_of
+from kvstore.connectors.sglang.model_identity import model_of, revision_of
+from kvstore.connectors.sglang.page_pool import hashes_of
+from kvstore.connectors.sglang.restorable import kv_hits, trailing_lengths
 from kvstore.connectors.sglang.settings import (
     DeadlineSettings,
     backend_settings,
     check_parallel,
     check_version,
 )
-from kvstore.connectors.sglang.shelf import hashes_of
+from kvstore.connectors.sglang.shared_client import Desk
 from kvstore.errors import ConfigError
-from kvstore.verbs import BlockStore, Ticket
+from kvstore.interface import BlockStore, Ticket
 
 SGLANGS_OWN = {
     "backend_name": "kvstore",

@@ -12,16 +12,16 @@ import pytest
 import torch
 from manual_store import ManualClock, ManualSlab, ManualStore
 
-from kvstore.blocks import Namespace
-from kvstore.connectors.attempts import ROUND_TRIP_MS
-from kvstore.connectors.vllm.adapters import Adapters
-from kvstore.connectors.vllm.plans import Blocks, StepPlan, StepReport
-from kvstore.connectors.vllm.ranks import RankStores
-from kvstore.connectors.vllm.scheduler import SchedulerSide
-from kvstore.connectors.vllm.worker import WorkerSide, pool_of
+from kvstore.blocks.key import Namespace
+from kvstore.connectors.common.pending_lookups import ROUND_TRIP_MS
+from kvstore.connectors.vllm.connector.metadata import Blocks, StepPlan, StepReport
+from kvstore.connectors.vllm.connector.rank_stores import RankStores
+from kvstore.connectors.vllm.connector.scheduler import SchedulerSide
+from kvstore.connectors.vllm.connector.worker import WorkerSide, pool_of
+from kvstore.connectors.vllm.lora import Adapters
 from kvstore.errors import ConfigError
-from kvstore.tiers.policies.prefetch import WaitComplete
-from kvstore.verbs import Load, Match, Save, Ticket
+from kvstore.interface import Load, Match, Save, Ticket
+from kvstore.prefetch.policy import WaitComplete
 
 torch.set_num_threads(1)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tier_rig import DEADLINE_MS, Asking, keys_of, unit
 
-from kvstore.connectors.vllm.lookups import KEYS_MAX, MISS_KEPT_S, SUFFIX_KEYS_MAX
-from kvstore.verbs import Answer
+from kvstore.connectors.vllm.tier.lookups import KEYS_MAX, MISS_KEPT_S, SUFFIX_KEYS_MAX
+from kvstore.interface import Answer
 
 
 def test_a_step_asks_its_keys_as_one_run_and_answers_in_the_next() -> None:

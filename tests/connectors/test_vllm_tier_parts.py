@@ -13,16 +13,11 @@ import pytest
 from manual_store import ManualClock, ManualStore
 from tier_rig import ALL, DEADLINE_MS, HANG_LIMIT_S, NAMESPACE, UNIT, Moving, keys_of, unit
 
-from kvstore.connectors.base import GuardedStore
-from kvstore.connectors.vllm.host_pool import STALE_S, abandoned, remove_abandoned
-from kvstore.connectors.vllm.plans import IDLE_STEP_S, IDLE_WAIT_S, IdleSteps
-from kvstore.connectors.vllm.transfers import (
-    SAVE_WINDOWS_MAX,
-    WINDOW_UNITS,
-    WINDOWS_MAX,
-    Transfers,
-)
-from kvstore.verbs import Load, Match, Save
+from kvstore.connectors.common.guarded_store import GuardedStore
+from kvstore.connectors.vllm.connector.metadata import IDLE_STEP_S, IDLE_WAIT_S, IdleSteps
+from kvstore.connectors.vllm.tier.jobs import SAVE_WINDOWS_MAX, WINDOW_UNITS, WINDOWS_MAX, Transfers
+from kvstore.connectors.vllm.tier.stale_pools import STALE_S, abandoned, remove_abandoned
+from kvstore.interface import Load, Match, Save
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from manual_store import ManualClock, ManualStore
 
-from kvstore.blocks import Namespace
-from kvstore.connectors.vllm.lookups import Lookups
-from kvstore.connectors.vllm.transfers import JobEnd, Transfers
-from kvstore.connectors.vllm.units import UnitStore
-from kvstore.verbs import Answer
+from kvstore.blocks.key import Namespace
+from kvstore.connectors.vllm.tier.jobs import JobEnd, Transfers
+from kvstore.connectors.vllm.tier.lookups import Lookups
+from kvstore.connectors.vllm.tier.offload_keys import UnitStore
+from kvstore.interface import Answer
 
 UNIT = 64
 NAMESPACE = Namespace(

@@ -20,8 +20,8 @@ import pytest
 import typer
 
 from kvstore.cli import build_app
-from kvstore.config import Settings, validated
-from kvstore.wire import check, tier_module
+from kvstore.config.settings import Settings, validated
+from kvstore.store.assembly import check, tier_module
 
 ROOT = Path(__file__).parents[2]
 COMPOSE_FILE = ROOT / "docker-compose.yml"

@@ -16,8 +16,8 @@ import pytest
 import typer
 
 from kvstore.cli import build_app
-from kvstore.config import Settings, validated
-from kvstore.wire import check, tier_module
+from kvstore.config.settings import Settings, validated
+from kvstore.store.assembly import check, tier_module
 
 yaml = pytest.importorskip("yaml", reason="pyyaml is not installed (it is in the dev extra)")
 schemas = pytest.importorskip(

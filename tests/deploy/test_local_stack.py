@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.cli.demo_parts.http import CallFailed, Completion, call, complete
-from kvstore.cli.demo_parts.prompts import make_prompts
+from kvstore.cli.demo.http import CallFailed, Completion, call, complete
+from kvstore.cli.demo.prompts import make_prompts
 from kvstore.testing.processes import Child
 
 pytest.importorskip("honcho", reason="honcho is not installed (extra stack)")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import kvstore
-from kvstore.hashing import hash_tokens
+from kvstore.blocks.hashing import hash_tokens
 from kvstore.testing.processes import Child
 
 pytest.importorskip("build", reason="build is not installed (it is in the dev extra)")

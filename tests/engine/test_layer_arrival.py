@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvstore.connectors.reference import ReferenceHooks
+from kvstore.connectors.reference.hooks import ReferenceHooks
 from kvstore.engine.loader import LoadedModel, random_model
 from kvstore.engine.loop import Engine
 from kvstore.engine.request import Request
 from kvstore.engine.runner import Runner
 from kvstore.kernels import Event
 from kvstore.kernels.torch_copier import HostCopier
-from kvstore.leases import Slab
-from kvstore.store import Store
-from kvstore.tiers.policies.prefetch import WaitComplete
+from kvstore.prefetch.policy import WaitComplete
+from kvstore.shm.slab import Slab
+from kvstore.store.store import Store
 
 torch.set_num_threads(1)
 

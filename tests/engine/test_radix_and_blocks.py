@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstore.blocks.hashing import hash_tokens
 from kvstore.engine.pages import PagePool, useful_tokens
 from kvstore.engine.radix import RadixCache
-from kvstore.hashing import hash_tokens
 
 CUTS = [[0] * 40, [0] * 13 + [1] * 27, [0] * 24 + [1] * 16, [1] * 40]
 prompts = st.lists(

@@ -16,7 +16,7 @@ from pool_cases import Case, Sizes, bits, cases, clone, make_pool
 from kvstore.kernels import BlockFormat, PoolLayout, reference
 from kvstore.kernels.cuda_copier import CudaCopier
 from kvstore.kernels.paths import Path
-from kvstore.leases import Slab
+from kvstore.shm.slab import Slab
 
 torch.set_num_threads(1)
 

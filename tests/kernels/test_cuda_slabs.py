@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvstore.kernels.slabs import SLABS_MAX, SlabMap
-from kvstore.leases import Slab
+from kvstore.shm.slab import Slab
 
 SLOTS = 4
 SLOT_BYTES = 64 << 10

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pool_cases import Sizes, make_pool
 
-from kvstore.blocks import Namespace
+from kvstore.blocks.key import Namespace
 from kvstore.errors import ConfigError
 from kvstore.kernels import BlockFormat, PoolLayout, check_layout, format_of, gather
 from kvstore.kernels.formats import STORAGES

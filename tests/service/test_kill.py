@@ -27,7 +27,7 @@ from sidecar_rig import (
     put,
 )
 
-from kvstore.client import Client
+from kvstore.ipc.client import Client
 
 KILLS = 50
 BATCH = 8

@@ -31,9 +31,9 @@ from sidecar_rig import (
     wait_until,
 )
 
-from kvstore.blocks import Namespace
-from kvstore.client import Client
+from kvstore.blocks.key import Namespace
 from kvstore.errors import ConfigError
+from kvstore.ipc.client import Client
 
 TOKENS = {"token-a": "team-a", "token-b": "team-b"}
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from sidecar_rig import NAMESPACE, SLOT_BYTES, hashes_of, match, put, run_command, wait_until
 
-from kvstore.cli.parts.sidecar import ask
-from kvstore.client import Client
-from kvstore.config import Settings
+from kvstore.cli.common.sidecar_http import ask
+from kvstore.config.settings import Settings
 from kvstore.errors import ConfigError, TierUnavailable
-from kvstore.link import ask_stats
+from kvstore.ipc.client import Client
+from kvstore.ipc.sidecar_connection import ask_stats
 from kvstore.service.reload import RELOADS, changes_between
 from kvstore.testing.processes import Sidecar
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvstore.blocks import Key
-from kvstore.frame import padded
+from kvstore.blocks.frame import padded
+from kvstore.blocks.key import Key
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import disk
 from kvstore.tiers.base import Tier

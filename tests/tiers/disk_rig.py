@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.errors import FrameInvalid
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import disk

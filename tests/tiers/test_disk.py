@@ -19,9 +19,9 @@ from disk_rig import (
     segment_files,
 )
 
-from kvstore.blocks import Key
+from kvstore.blocks.frame import decode_header
+from kvstore.blocks.key import Key
 from kvstore.errors import FrameInvalid, TierUnavailable
-from kvstore.frame import decode_header
 from kvstore.testing.frames import FrameBuffer, block_of, key_of
 from kvstore.testing.tier_suite import TierSuite
 from kvstore.tiers.base import Tier

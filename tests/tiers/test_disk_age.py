@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from disk_rig import MIB, file_bytes, flip, held, left_by_a_kill, open_disk, put, segment_files
 
+from kvstore.blocks.frame import checksum
+from kvstore.cache.eviction import EVICTION_POLICIES
 from kvstore.errors import ConfigError
-from kvstore.frame import checksum
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.files import Files
-from kvstore.tiers.policies.eviction import EVICTION_POLICIES
 
 TTL_S = 800.0
 

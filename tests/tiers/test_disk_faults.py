@@ -23,12 +23,12 @@ from disk_rig import (
     segment_files,
 )
 
+from kvstore.blocks.frame import aligned_buffer
 from kvstore.errors import ConfigError, TierError, TierFull, TierUnavailable
-from kvstore.frame import aligned_buffer
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import disk
 from kvstore.tiers.disk.files import Files
-from kvstore.tiers.disk.shared import Limits
+from kvstore.tiers.disk.state import Limits
 from kvstore.tiers.disk.verify import verify
 
 

@@ -7,7 +7,7 @@ import contextlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.testing.frames import key_of
 from kvstore.tiers.disk.index import Entries, Index, pack_place, unpack_place
 

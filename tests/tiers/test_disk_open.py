@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from disk_rig import MIB, PAGE, flip, held, left_by_a_kill, put, segment_files
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.files import Files
-from kvstore.tiers.disk.shared import Limits
+from kvstore.tiers.disk.state import Limits
 
 SEGMENT = 4 * MIB
 EVERY = MIB

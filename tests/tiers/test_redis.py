@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_rig import Certificates, Proxy, Server, redis_binary, valkey_binary, wait_until
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.errors import TierError
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.tier_suite import KIB, TierSuite

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from redis_rig import Proxy, Server, free_port, valkey_binary, wait_until
 
+from kvstore.blocks.frame import HEADER_BYTES
 from kvstore.errors import ConfigError, FrameInvalid, TierError, TierFull, TierUnavailable
-from kvstore.frame import HEADER_BYTES
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import redis as redis_tier
 from kvstore.tiers.redis.keys import encode_name

@@ -25,8 +25,8 @@ from redis_rig import (
     wait_until,
 )
 
-from kvstore.blocks import Key
-from kvstore.config import validated
+from kvstore.blocks.key import Key
+from kvstore.config.settings import validated
 from kvstore.errors import ConfigError, TierError, TierUnavailable
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.processes import PACKAGE_PARENT

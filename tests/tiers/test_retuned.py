@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.errors import TierUnavailable
 from kvstore.testing.clock import FakeClock
 from kvstore.testing.faults import Fault, FaultyTier, always, in_turn
 from kvstore.testing.frames import FrameBuffer
 from kvstore.tiers.base import PAGE_BYTES
-from kvstore.tiers.limits import Breaker, Deadline, RateLimit, layers_of
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.tenants import TenantQuotas
+from kvstore.tiers.tenant_quota import TenantQuotas
+from kvstore.tiers.wrappers import Breaker, Deadline, RateLimit, layers_of
 
 MIB = 1 << 20
 FRAME = PAGE_BYTES + 8192

@@ -17,7 +17,7 @@ pytest.importorskip("boto3")
 
 from s3_rig import FaultProxy, S3Server
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.errors import FrameInvalid, TierError, TierFull, TierUnavailable
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers.s3.tier import S3Tier

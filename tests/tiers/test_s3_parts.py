@@ -17,17 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvstore.blocks import Key
-from kvstore.config import validated
+from kvstore.blocks.key import Key
+from kvstore.config.settings import validated
 from kvstore.errors import ConfigError, TierError, TierFull, TierUnavailable
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.processes import PACKAGE_PARENT
 from kvstore.tiers import s3
 from kvstore.tiers.disk.index import Entries
 from kvstore.tiers.s3 import faults, layout
-from kvstore.tiers.s3.catalog import Catalog, Segment
 from kvstore.tiers.s3.objects import Objects
 from kvstore.tiers.s3.packer import Group, Packer
+from kvstore.tiers.s3.segment_index import Catalog, Segment
 
 IDENTITY = bytes(range(16))
 PAGE = 4096

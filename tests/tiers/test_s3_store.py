@@ -17,7 +17,7 @@ from s3_rig import FaultProxy, S3Server
 from store_rig import SPACE, hashes, load, loaded_tiers, match, save, spill_to_tiers
 
 import kvstore
-from kvstore.store import Store
+from kvstore.store.store import Store
 from kvstore.testing.processes import PACKAGE_PARENT
 
 BLOCKS = 24

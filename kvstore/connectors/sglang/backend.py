@@ -23,13 +23,13 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvstore.connectors.sglang.calls import Calls
-from kvstore.connectors.sglang.served import model_of, revision_of
+from kvstore.connectors.sglang.model_identity import model_of, revision_of
+from kvstore.connectors.sglang.page_pools import KV, MEASURED_MAX, Shelves
 from kvstore.connectors.sglang.settings import (
     backend_settings,
     check_parallel,
     check_version,
 )
-from kvstore.connectors.sglang.shelves import KV, MEASURED_MAX, Shelves
 
 log = logging.getLogger("sglang.kvstore")
 

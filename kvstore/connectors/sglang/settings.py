@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from kvstore.config import Milliseconds, Section, ServerSettings, validated
+from kvstore.config.settings import Milliseconds, Section, ServerSettings, validated
 from kvstore.errors import ConfigError
 
 log = logging.getLogger(__name__)

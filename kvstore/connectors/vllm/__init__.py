@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from kvstore.connectors.vllm.settings import check_version
 
 if TYPE_CHECKING:
-    from kvstore.connectors.vllm.connector import KVStoreConnector as KVStoreConnector
-    from kvstore.connectors.vllm.tier import KVStoreTier as KVStoreTier
+    from kvstore.connectors.vllm.connector.connector import KVStoreConnector as KVStoreConnector
+    from kvstore.connectors.vllm.tier.tier import KVStoreTier as KVStoreTier
 
 __all__ = ["KVStoreConnector", "KVStoreTier"]
 

@@ -8,11 +8,17 @@ from typing import Any, Final, Literal
 
 from pydantic import Field
 
-from kvstore.client import REPLY_LIMIT_S
-from kvstore.config import Milliseconds, PrefetchSettings, Section, ServerSettings, validated
-from kvstore.connectors.attempts import ROUND_TRIP_MS
+from kvstore.config.settings import (
+    Milliseconds,
+    PrefetchSettings,
+    Section,
+    ServerSettings,
+    validated,
+)
+from kvstore.connectors.common.pending_lookups import ROUND_TRIP_MS
 from kvstore.errors import ConfigError
-from kvstore.tiers.policies.prefetch import PrefetchPolicy, prefetch_policy
+from kvstore.ipc.client import REPLY_LIMIT_S
+from kvstore.prefetch.policy import PrefetchPolicy, prefetch_policy
 
 SUPPORTED: Final = ((0, 32),)
 """Releases (major, minor) that every claim here was tried with."""

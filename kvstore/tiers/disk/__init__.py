@@ -15,18 +15,18 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvstore.config import Bytes, Milliseconds, Section
+from kvstore.cache.eviction import check_eviction
+from kvstore.config.settings import Bytes, Milliseconds, Section
+from kvstore.config.units import format_bytes
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.directory import LOCK_BYTES, segment_paths
 from kvstore.tiers.disk.files import PAGE, Files
 from kvstore.tiers.disk.index import MAX_SEGMENT_PAGES
+from kvstore.tiers.disk.lockfile import LOCK_BYTES, segment_paths
 from kvstore.tiers.disk.segment import MIN_SEGMENT_BYTES
-from kvstore.tiers.disk.shared import Limits
-from kvstore.tiers.disk.stripes import MAX_DIRECTORIES
+from kvstore.tiers.disk.state import Limits
 from kvstore.tiers.disk.tier import DiskTier
-from kvstore.tiers.policies.eviction import check_eviction
-from kvstore.units import format_bytes
+from kvstore.tiers.disk.volumes import MAX_DIRECTORIES
 
 __all__ = ["Config", "DiskTier", "check", "open", "segment_bytes_for"]
 
@@ -57,7 +57,7 @@ class Config(Section):
     """How long a block is kept at most; 0: for ever. Whole segments go, so it may be an eighth
     less."""
     eviction: str = "lru"
-    """Which segment makes room: lru, or another order of `kvstore.tiers.policies.eviction`."""
+    """Which segment makes room: lru, or another order of `kvstore.cache.eviction`."""
     direct: bool = True
     """Bypass the page cache (O_DIRECT) where the file system allows it."""
     durable: bool = False

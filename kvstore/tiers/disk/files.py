@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 
-from kvstore.frame import HEADER_BYTES, aligned_buffer
+from kvstore.blocks.frame import HEADER_BYTES, aligned_buffer
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Sequence
 import msgpack
 import numpy as np
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 
 _PAGES_BITS = 19
 _PAGE_BITS = 28

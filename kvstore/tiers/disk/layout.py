@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgpack
 
-from kvstore.frame import aligned_buffer, checksum, padded
+from kvstore.blocks.frame import aligned_buffer, checksum, padded
 from kvstore.tiers.disk.files import PAGE, Files
 from kvstore.tiers.disk.index import Entries
 

@@ -13,13 +13,13 @@ import logging
 from dataclasses import dataclass, field
 
 from kvstore.errors import ConfigError
-from kvstore.tiers.disk.directory import MEDIUM_FAULTS, DirectoryGone, segment_paths
 from kvstore.tiers.disk.files import Files
 from kvstore.tiers.disk.index import unpack_place
 from kvstore.tiers.disk.layout import SegmentInvalid
+from kvstore.tiers.disk.lockfile import MEDIUM_FAULTS, DirectoryGone, segment_paths
 from kvstore.tiers.disk.scan import scan
 from kvstore.tiers.disk.segment import Segment
-from kvstore.tiers.disk.shared import Limits, Shared
+from kvstore.tiers.disk.state import Limits, Shared
 
 log = logging.getLogger(__name__)
 

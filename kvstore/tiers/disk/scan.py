@@ -8,8 +8,8 @@ from typing import Final
 
 import xxhash
 
+from kvstore.blocks.frame import MAGIC, FrameHeader, aligned_buffer, bind, checksum, decode_header
 from kvstore.errors import FrameInvalid
-from kvstore.frame import MAGIC, FrameHeader, aligned_buffer, bind, checksum, decode_header
 from kvstore.tiers.disk.files import PAGE, Files
 from kvstore.tiers.disk.segment import Segment
 

@@ -21,8 +21,8 @@ import threading
 from bisect import bisect_left
 from typing import Final
 
-from kvstore.blocks import Key
-from kvstore.frame import aligned_buffer, checksum
+from kvstore.blocks.frame import aligned_buffer, checksum
+from kvstore.blocks.key import Key
 from kvstore.tiers.disk.files import PAGE, Files
 from kvstore.tiers.disk.index import MAX_NAMES, MAX_SEGMENT_PAGES, Entries, entry_bytes
 from kvstore.tiers.disk.layout import (

@@ -18,16 +18,16 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvstore.blocks import Key
+from kvstore.blocks.frame import bind
+from kvstore.blocks.key import Key
 from kvstore.errors import FrameTooLarge, TierError, TierFull, TierUnavailable
-from kvstore.frame import bind
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.files import PAGE, Files, Pages
 from kvstore.tiers.disk.index import MAX_FRAME_PAGES, pack_place, unpack_place
 from kvstore.tiers.disk.segment import Segment
-from kvstore.tiers.disk.shared import Limits, Shared
-from kvstore.tiers.disk.stripes import Stripes
-from kvstore.tiers.disk.table import OVERHEAD_PAGES, Table, Taken
+from kvstore.tiers.disk.state import Limits, Shared
+from kvstore.tiers.disk.volume import OVERHEAD_PAGES, Table, Taken
+from kvstore.tiers.disk.volumes import Stripes
 
 log = logging.getLogger(__name__)
 

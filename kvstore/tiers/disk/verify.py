@@ -9,9 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvstore import codecs
-from kvstore.blocks import Key
-from kvstore.errors import ConfigError, FrameInvalid
-from kvstore.frame import (
+from kvstore.blocks.frame import (
     FrameHeader,
     aligned_buffer,
     padded,
@@ -19,9 +17,11 @@ from kvstore.frame import (
     verify_raw,
     verify_stored,
 )
-from kvstore.tiers.disk.directory import DirectoryLock, segment_paths
+from kvstore.blocks.key import Key
+from kvstore.errors import ConfigError, FrameInvalid
 from kvstore.tiers.disk.files import PAGE, Files
 from kvstore.tiers.disk.layout import SegmentInvalid
+from kvstore.tiers.disk.lockfile import DirectoryLock, segment_paths
 from kvstore.tiers.disk.scan import header_at, scan
 from kvstore.tiers.disk.segment import Segment
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, SecretStr
 
-from kvstore.config import Milliseconds, Section
+from kvstore.config.settings import Milliseconds, Section
 from kvstore.errors import ConfigError, TierError
 from kvstore.tiers.redis.address import PORT, Address, address_of
 from kvstore.tiers.redis.info import Info

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from kvstore.config import nearest
+from kvstore.config.settings import nearest
 from kvstore.errors import ConfigError
 from kvstore.tiers.redis.keys import PREFIX
 

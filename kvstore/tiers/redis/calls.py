@@ -18,8 +18,8 @@ from typing import Final
 from redis.connection import ConnectionPool
 from redis.exceptions import ResponseError
 
+from kvstore.blocks.frame import aligned_buffer
 from kvstore.errors import TierError
-from kvstore.frame import aligned_buffer
 from kvstore.tiers.redis import faults, resp
 from kvstore.tiers.redis.exchange import Exchange, Outcome, converse
 from kvstore.tiers.redis.servers import Servers

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Final
 from urllib.parse import quote, unquote
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 
 PREFIX: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """Prefixes there can be."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from redis.connection import ConnectionPool
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.errors import FrameTooLarge, TierError
 from kvstore.tiers.base import PAGE_BYTES, Judgement, Tier
 from kvstore.tiers.redis import faults, resp

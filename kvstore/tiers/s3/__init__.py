@@ -12,12 +12,12 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
-from kvstore.config import Bytes, Milliseconds, Section
+from kvstore.config.settings import Bytes, Milliseconds, Section
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import Tier
 from kvstore.tiers.s3.client import Client
-from kvstore.tiers.s3.keeper import Rules
 from kvstore.tiers.s3.layout import MAX_SHARDS
+from kvstore.tiers.s3.reconciler import Rules
 from kvstore.tiers.s3.tier import S3Tier
 
 __all__ = ["Config", "S3Tier", "open"]

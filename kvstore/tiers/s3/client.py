@@ -26,7 +26,7 @@ from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
 from kvstore.errors import ConfigError, TierError, TierUnavailable
 from kvstore.tiers.s3 import faults
-from kvstore.tiers.s3.link import Link, Reply
+from kvstore.tiers.s3.http_pool import Link, Reply
 
 MAX_PAGES: Final = 10_000
 """Pages of 1,000 names that one listing may have."""

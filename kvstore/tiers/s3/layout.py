@@ -28,8 +28,8 @@ from typing import Final
 import msgpack
 import numpy as np
 
-from kvstore.blocks import Key
-from kvstore.frame import checksum
+from kvstore.blocks.frame import checksum
+from kvstore.blocks.key import Key
 from kvstore.tiers.base import PAGE_BYTES
 from kvstore.tiers.disk.index import Entries, entry_bytes
 from kvstore.tiers.s3.faults import Invalid

@@ -14,15 +14,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.errors import TierError
 from kvstore.tiers.base import PAGE_BYTES
 from kvstore.tiers.disk.index import Entries
 from kvstore.tiers.s3 import layout
-from kvstore.tiers.s3.catalog import Segment
 from kvstore.tiers.s3.client import Client, Listed
 from kvstore.tiers.s3.faults import Exists, Invalid, Missing
 from kvstore.tiers.s3.packer import Group
+from kvstore.tiers.s3.segment_index import Segment
 
 HELPERS: Final = 8
 """Requests in flight while listing, reading footers and clearing."""

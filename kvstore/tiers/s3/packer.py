@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.errors import TierError, TierFull, TierUnavailable
 from kvstore.tiers.base import PAGE_BYTES
 

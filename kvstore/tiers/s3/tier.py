@@ -14,16 +14,16 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Final
 
-from kvstore.blocks import Key
+from kvstore.blocks.key import Key
 from kvstore.errors import FrameTooLarge, TierError, TierFull, TierUnavailable
 from kvstore.tiers.base import PAGE_BYTES, Tier
 from kvstore.tiers.s3 import layout
-from kvstore.tiers.s3.catalog import MAX_FRAME_PAGES, MAX_SEGMENT_PAGES, Catalog, Segment
 from kvstore.tiers.s3.client import Client
 from kvstore.tiers.s3.faults import Invalid, Missing
-from kvstore.tiers.s3.keeper import Keeper, Rules
 from kvstore.tiers.s3.objects import Objects
 from kvstore.tiers.s3.packer import Group, Packer
+from kvstore.tiers.s3.reconciler import Keeper, Rules
+from kvstore.tiers.s3.segment_index import MAX_FRAME_PAGES, MAX_SEGMENT_PAGES, Catalog, Segment
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from hicache_rig import PAGE_BYTES, PAGES, SEQUENCES, absent, between_instances,
 from redis_rig import Server, valkey_binary
 from sidecar_rig import ForkedSidecar, disk
 
-from kvstore.config import merged
+from kvstore.config.settings import merged
 
 pytestmark = [
     pytest.mark.sglang,

@@ -141,7 +141,7 @@ def test_ranks_are_added_up_and_logged_by_interval() -> None:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
-    from kvstore.connectors.vllm.stats import Growth
+    from kvstore.connectors.vllm.connector.metrics import Growth
 
     worker, other, scheduler = Growth(), Growth(), Growth()
     step = worker.since({"blocks_saved": 3, "store_connected": 1, "not_told": 7})

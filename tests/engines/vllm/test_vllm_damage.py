@@ -24,8 +24,8 @@ from vllm_rig import (
     tokens,
 )
 
-from kvstore.blocks import Namespace
-from kvstore.hashing import hash_tokens
+from kvstore.blocks.hashing import hash_tokens
+from kvstore.blocks.key import Namespace
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 

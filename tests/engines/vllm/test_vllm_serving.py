@@ -28,7 +28,7 @@ from vllm_rig import (
     tokens,
 )
 
-from kvstore.hashing import hash_tokens
+from kvstore.blocks.hashing import hash_tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 

@@ -269,7 +269,7 @@ def test_a_sidecar_that_is_absent_hung_or_killed_shows_in_vllms_metrics(
 def test_the_pool_of_a_killed_engine_is_removed_by_the_next(
     world: FaultyWorld, tmp_path: Path
 ) -> None:
-    from kvstore.connectors.vllm.host_pool import STALE_S, abandoned
+    from kvstore.connectors.vllm.tier.stale_pools import STALE_S, abandoned
 
     victim = Engine(tmp_path / "victim.log")
     world.start(victim, prefix_caching_hash_algo="xxhash")

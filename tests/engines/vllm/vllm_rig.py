@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import kvstore
-from kvstore.blocks import Namespace
+from kvstore.blocks.key import Namespace
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -161,7 +161,7 @@ class Sidecar:
         self.url = next(word.rstrip(",") for word in line.split() if word.startswith("http"))
 
     def stats(self) -> dict[str, Any]:
-        from kvstore.link import ask_stats
+        from kvstore.ipc.sidecar_connection import ask_stats
 
         return ask_stats(self.socket, None)
 

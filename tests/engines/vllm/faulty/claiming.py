@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.blocks import Key
-from kvstore.config import Section
+from kvstore.blocks.key import Key
+from kvstore.config.settings import Section
 from kvstore.errors import TierUnavailable
 from kvstore.tiers.base import Tier
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.config import Section
+from kvstore.config.settings import Section
 from kvstore.testing.faults import Fault, FaultyTier, always
 from kvstore.tiers.base import Tier
 from kvstore.tiers.memory import Config as Memory

@@ -1,0 +1,1 @@
+"""Tools that advise: simulation of traces, planning, diagnosis of prompts, load, break-even."""

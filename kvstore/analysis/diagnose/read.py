@@ -1,0 +1,265 @@
+"""Prompts out of texts, of OpenAI's requests and of logs of them.
+
+A log has one JSON object a line: a request's body, or an object that holds it under `body`,
+`request` or `params`. Beside it or in it:
+
+    timestamp    when it was sent: seconds or milliseconds since 1970, or ISO 8601
+    usage        what the server answered (also under `response`): prompt_tokens, cached tokens
+    model, cache_salt, lora, tenant    what keeps requests apart
+
+Our own form is the same with `tokens` (token ids) instead of `messages` or `prompt`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from kvstore.analysis.diagnose.prompts import Prompt, tokenised
+from kvstore.errors import ConfigError
+
+LINE_CHARS_MAX: Final = 64 << 20
+FILE_BYTES_MAX: Final = 256 << 20
+"""Largest file that is read as one prompt."""
+FILE_ENDINGS: Final = (".json", ".jsonl", ".txt", ".md")
+"""One word that ends so names a file, and a missing one is a mistake, not a prompt."""
+OPAQUE_LINE: Final = 16
+"""Token ids without a tokenizer are written as lines that end where an id divides by this: lines
+then begin and end with the content, wherever in the prompt it is."""
+
+Parts = tuple[tuple[str, int], ...]
+
+_BODIES = ("messages", "prompt", "tokens", "prompt_token_ids")
+_HOLDERS = ("body", "request", "params")
+_APART = ("model", "cache_salt", "lora", "tenant")
+_TIMES = ("timestamp", "time", "ts", "created_at", "created")
+
+
+class Tokenizing(Protocol):
+    """What is needed of a tokenizer (`engine.tokenizer.Tokenizer` has it)."""
+
+    @property
+    def facts(self) -> Any: ...
+    def encode_spans(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]: ...
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, add_prompt: bool = True) -> str: ...
+
+
+class Reader:
+    """Makes prompts. tokenizer: of the model; None: texts only."""
+
+    def __init__(self, tokenizer: Tokenizing | None = None) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, text: str, where: str) -> Prompt:
+        """A plain prompt."""
+        return self._made(text, (("prompt", 0),), {"where": where}, special=True)
+
+    def argument(self, given: str) -> Prompt:
+        """A prompt from the command line: a file (a text, or a request as JSON), or the text.
+
+        Raises:
+            ConfigError: a file that is missing or cannot be read; a request without one prompt.
+        """
+        path = Path(given)
+        try:
+            there = path.is_file()
+        except (OSError, ValueError):
+            there = False
+        if not there:
+            names_file = given.startswith(("/", "./", "../")) or given.endswith(FILE_ENDINGS)
+            if names_file and not any(map(str.isspace, given)):
+                raise ConfigError(f"no file {given!r}; a file or the prompt's text is right")
+            return self.text(given, "text")
+        try:
+            if path.stat().st_size > FILE_BYTES_MAX:
+                raise ConfigError(f"{given!r} has over {FILE_BYTES_MAX:,} bytes; is it a log?")
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {given!r}: {error}") from None
+        if text.lstrip().startswith("{"):
+            try:
+                row = json.loads(text)
+            except (ValueError, RecursionError):
+                return self.text(text, given)
+            if isinstance(row, dict) and _body(row) is not None:
+                found = self.request(row, given)
+                if len(found) == 1:
+                    return found[0]
+                raise ConfigError(f"{given!r} holds {len(found)} prompts; one is right")
+        return self.text(text, given)
+
+    def log(self, path: Path) -> Iterator[Prompt]:
+        """The prompts of a log, in its order.
+
+        Raises:
+            ConfigError: the file cannot be read; a line that holds no request.
+        """
+        try:
+            with path.open(encoding="utf-8") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield from self._line(line, f"line {number}", path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read a log from {str(path)!r}: {error}") from None
+
+    def _line(self, line: str, where: str, path: Path) -> list[Prompt]:
+        wanted = 'a request like {"messages": [...]} or {"prompt": "..."} is right'
+        if len(line) > LINE_CHARS_MAX:
+            raise ConfigError(f"{where} of {str(path)!r} has over {LINE_CHARS_MAX:,} characters")
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ConfigError(f"{where} of {str(path)!r} is no JSON; {wanted}") from None
+        if not isinstance(row, dict) or _body(row) is None:
+            raise ConfigError(f"{where} of {str(path)!r} is no request; {wanted}")
+        try:
+            return self.request(row, where)
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ConfigError(f"{where} of {str(path)!r}: {error}; {wanted}") from None
+
+    def request(self, row: Mapping[str, Any], where: str) -> list[Prompt]:
+        """The prompts of one request; several where the completions API was given several."""
+        body = _body(row)
+        assert body is not None
+        fields = {
+            "where": where,
+            "apart": tuple(
+                (name, str(value))
+                for name in _APART
+                if (value := body.get(name) or row.get(name)) is not None
+            ),
+            "at_s": _time(row) if _time(row) is not None else _time(body),
+            **_told(row),
+        }
+        if body.get("messages") is not None:
+            return [self._chat(body, fields)]
+        given = next(body[name] for name in _BODIES[1:] if body.get(name) is not None)
+        if isinstance(given, str):
+            return [self._made(given, (("prompt", 0),), fields, special=True)]
+        if not isinstance(given, list):
+            raise ConfigError(f"{where}: a prompt is text or token ids, not {given!r:.40}")
+        if given and isinstance(given[0], int):
+            return [self._ids(given, fields)]
+        return [
+            self._made(item, (("prompt", 0),), fields, special=True)
+            if isinstance(item, str)
+            else self._ids(item, fields)
+            for item in given
+        ]
+
+    def _chat(self, body: Mapping[str, Any], fields: dict[str, Any]) -> Prompt:
+        """A conversation. Tools are put in front of it, where templates have them; a model's own
+        template is used where the tokenizer brings one, else `role: content`."""
+        messages = [_plain(message) for message in body["messages"]]
+        tools = "".join(json.dumps(tool) + "\n" for tool in body.get("tools") or ())
+        parts = [("tools", 0)] if tools else []
+        tokenizer = self._tokenizer
+        if tokenizer is None or tokenizer.facts.chat_template is None:
+            text = tools
+            for number, message in enumerate(messages):
+                parts.append((_name(message, number), len(text)))
+                text += f"{message['role']}: {message['content']}\n"
+            return self._made(text + "assistant:", tuple(parts), fields, special=tokenizer is None)
+        text = tools + tokenizer.chat(messages)
+        at = len(tools)
+        for number, message in enumerate(messages):
+            found = text.find(message["content"].strip(), at)
+            if found >= 0:
+                parts.append((_name(message, number), at if number == 0 else found))
+                at = found + len(message["content"].strip())
+        return self._made(text, tuple(parts), fields, special=False)
+
+    def _made(
+        self,
+        text: str,
+        parts: tuple[tuple[str, int], ...],
+        fields: dict[str, Any],
+        *,
+        special: bool,
+    ) -> Prompt:
+        if self._tokenizer is None:
+            return Prompt(text, parts, **fields)
+        ids, ends = tokenised(*self._tokenizer.encode_spans(text, special=special))
+        return Prompt(text, parts, ids, ends, **fields)
+
+    def _ids(self, given: list[int], fields: dict[str, Any]) -> Prompt:
+        if not all(type(token) is int and 0 <= token < 1 << 32 for token in given):
+            raise ConfigError(f"{fields['where']}: a token id is none: an integer from 0 is right")
+        if self._tokenizer is None:
+            words = [f"{token}\n" if token % OPAQUE_LINE == 0 else f"{token} " for token in given]
+        else:
+            words = [self._tokenizer.decode([token], special=True) for token in given]
+        ends, at = [], 0
+        for word in words:
+            at += len(word)
+            ends.append(at)
+        opaque = self._tokenizer is None
+        kept = tokenised(given, ends)
+        return Prompt("".join(words), (("prompt", 0),), *kept, opaque=opaque, **fields)
+
+
+def _body(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The part of a log's object that is the request."""
+    for found in (row, *(row.get(name) for name in _HOLDERS)):
+        if isinstance(found, Mapping) and any(found.get(name) is not None for name in _BODIES):
+            return found
+    return None
+
+
+def _name(message: Mapping[str, Any], number: int) -> str:
+    return f"message {number + 1} ({message['role']})"
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, str]:
+    """A message with its content as one text; what is no text stands there as JSON."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(
+            part["text"]
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+            else json.dumps(part)
+            for part in content
+        )
+    text = str(content or "")
+    if message.get("tool_calls"):
+        text += "".join(json.dumps(call) for call in message["tool_calls"])
+    return {"role": str(message.get("role", "user")), "content": text}
+
+
+def _time(row: Mapping[str, Any]) -> float | None:
+    """Seconds; numbers over 1e11 are milliseconds (seconds would be in the year 5138)."""
+    for name in _TIMES:
+        value = row.get(name)
+        if isinstance(value, bool) or value is None:
+            continue
+        if isinstance(value, (int, float)):
+            return value / 1e3 if value > 1e11 else float(value)
+        if isinstance(value, str):
+            try:
+                return datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
+            except ValueError:
+                continue
+    return None
+
+
+def _told(row: Mapping[str, Any]) -> dict[str, int | None]:
+    """What the server said of tokens."""
+    usage: Any = row.get("usage")
+    for name in ("response", "body"):
+        inner = row.get(name)
+        inner = inner.get("body", inner) if isinstance(inner, Mapping) else None
+        if usage is None and isinstance(inner, Mapping):
+            usage = inner.get("usage")
+    if not isinstance(usage, Mapping):
+        return {}
+    details = usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    prompt = usage.get("prompt_tokens")
+    return {
+        "told_tokens": prompt if isinstance(prompt, int) else None,
+        "cached_tokens": cached if isinstance(cached, int) else None,
+    }

@@ -1,0 +1,135 @@
+"""Traffic over tiers of several sizes: what hits, and what that is worth."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, Final
+
+from kvstore.analysis.simulate.run import Shape
+from kvstore.analysis.simulate.sweep import Progress, Sweep
+from kvstore.analysis.simulate.traces import Asked
+from kvstore.prefetch.costs import dollars_per_million_tokens
+
+REQUESTS_MAX: Final = 20_000
+"""Requests of a trace that a plan looks at, from its start; `kvstore simulate` takes them all."""
+BLOCKS_MAX: Final = 100_000
+"""Blocks asked for by the requests that a plan looks at: it replays them some twenty times."""
+MONTH_S: Final = 365 * 24 * 3600 / 12
+"""Of a mean month."""
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests held in memory, as a plan replays them many times. See `simulate.sweep.Requests`."""
+
+    name: str
+    format: str
+    block_tokens: int
+    all: tuple[Asked, ...]
+
+    @property
+    def requests(self) -> Iterator[Asked]:
+        return iter(self.all)
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last."""
+        times = [request.time_s for request in self.all]
+        return max(times) - min(times) if times else 0.0
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(request.tokens for request in self.all)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(request.output_tokens for request in self.all)
+
+
+def first_of(
+    requests: Iterator[Asked], most: int = REQUESTS_MAX, blocks: int = BLOCKS_MAX
+) -> tuple[Asked, ...]:
+    """The first so many requests, or fewer, so that they ask for so many blocks; at least one."""
+    found: list[Asked] = []
+    for request in islice(requests, most):
+        blocks -= len(request.run)
+        if blocks < 0 and found:
+            break
+        found.append(request)
+    return tuple(found)
+
+
+def working_set(traffic: Traffic, bytes_per_token: int) -> Figures:
+    """Blocks that are different from all others, and those of them asked for again."""
+    uses: Counter[int] = Counter()
+    for request in traffic.all:
+        uses.update(request.run)
+    block_bytes = traffic.block_tokens * bytes_per_token
+    again = sum(count > 1 for count in uses.values())
+    return {
+        "blocks": len(uses),
+        "bytes": len(uses) * block_bytes,
+        "reused_blocks": again,
+        "reused_bytes": again * block_bytes,
+    }
+
+
+def by_size(
+    traffic: Traffic, shape: Shape, sizes: Sequence[int | None], report: Progress
+) -> list[Figures]:
+    """The figures of a replay for each size of L2, in blocks; 0: none."""
+    there = [
+        replace(shape, l2_blocks=size)
+        for size in sizes
+        if size != 0 or shape.l1_pages or _l3(shape)
+    ]
+    return Sweep(there, optimum=False).run(traffic, report) if there else []
+
+
+def worth(figures: Figures, traffic: Traffic, *, gpus: int, gpu_hour: float) -> Figures:
+    """What the hits of a replay save, in GPU time and dollars. gpus: that compute a request.
+
+    Per million prompt tokens, all of them; `usd_per_million_tokens_hit`: per million that hit, what
+    computing them would have cost: a tier pays when it costs less.
+    """
+    saved_s, spent_s = figures["gpu_seconds_saved"] * gpus, figures["gpu_seconds"] * gpus
+    tokens = figures["input_tokens"]
+    hit_tokens = round(tokens * figures["token_hit_rate"] / 100)
+    seconds = traffic.seconds
+    cold, warm = figures["ttft_cold_s"], figures["ttft_s"]
+    return {
+        "gpu_seconds_saved": saved_s,
+        "gpu_hours_saved_per_day": saved_s / seconds * 24 if seconds else 0.0,
+        "prefill_load": (saved_s + spent_s) / gpus / seconds if seconds else 0.0,
+        "prefill_load_with_cache": spent_s / gpus / seconds if seconds else 0.0,
+        "ttft_saved_s": {key: cold[key] - warm[key] for key in cold},
+        "usd_per_million_tokens": dollars_per_million_tokens(saved_s + spent_s, tokens, gpu_hour),
+        "usd_saved_per_million_tokens": dollars_per_million_tokens(saved_s, tokens, gpu_hour),
+        "usd_per_million_tokens_hit": dollars_per_million_tokens(saved_s, hit_tokens, gpu_hour),
+    }
+
+
+def net_of_tiers(saving: Figures, traffic: Traffic, month: float) -> Figures:
+    """What is saved per million prompt tokens, less what the tiers cost meanwhile; None where the
+    traffic takes no time.
+
+    saving: of `worth`. month: dollars a month for all tiers, paid however many tokens come.
+    """
+    millions, cost, net = traffic.input_tokens / 1e6, None, None
+    if traffic.seconds and millions:
+        cost = month * traffic.seconds / MONTH_S / millions
+        net = saving["usd_saved_per_million_tokens"] - cost
+    return {
+        "usd_tiers_per_month": month,
+        "usd_tiers_per_million_tokens": cost,
+        "usd_net_per_million_tokens": net,
+    }
+
+
+def _l3(shape: Shape) -> bool:
+    return shape.l3_blocks != 0

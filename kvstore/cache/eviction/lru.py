@@ -1,0 +1,37 @@
+"""Least recently used first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Generic
+
+from kvstore.cache.eviction.base import K
+
+
+class LRU(Generic[K]):
+    """Least recently used first. O(1) per call, one dictionary entry per resident key."""
+
+    name = "lru"
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[K, None] = OrderedDict()
+
+    def asked(self, run: Sequence[K]) -> None:
+        """Of no interest here."""
+
+    def inserted(self, key: K, nbytes: int = 1) -> None:
+        assert key not in self._order, "inserted twice"
+        self._order[key] = None
+
+    def touched(self, key: K) -> None:
+        self._order.move_to_end(key)
+
+    def removed(self, key: K) -> None:
+        del self._order[key]
+
+    def victims(self) -> Iterator[K]:
+        return iter(self._order)
+
+    def stats(self) -> dict[str, int | float | str]:
+        return {"policy": self.name, "resident": len(self._order)}

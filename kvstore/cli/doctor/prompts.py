@@ -1,0 +1,65 @@
+"""`kvstore doctor prompts`: where two prompts part, and why."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvstore.analysis.diagnose.compare import Comparison
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @app.command()
+    def prompts(
+        first: Annotated[str, typer.Argument(help="The earlier prompt: a file, or its text.")],
+        second: Annotated[str, typer.Argument(help="The later one, that should have hit.")],
+        tokenizer: Annotated[
+            str | None,
+            typer.Option(help="A folder with tokenizer.json, a .gguf file, or smollm2."),
+        ] = None,
+        block_tokens: Annotated[int, typer.Option(help="Tokens of a block (a page).")] = 16,
+        requests_per_day: Annotated[
+            float | None, typer.Option(help="How often a day it happens, for what it costs.")
+        ] = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    ) -> None:
+        """Say where the second prompt parts from the first, what that looks like and costs."""
+        from kvstore.analysis.diagnose.compare import compare
+        from kvstore.cli.common.prompt_diff import (
+            check_sizes,
+            comparison_row,
+            counted_by,
+            reader_of,
+        )
+
+        check_sizes(block_tokens, requests_per_day)
+        reader = reader_of(tokenizer)
+        seen = compare(reader.argument(first), reader.argument(second), block_tokens)
+        per_day = None if requests_per_day is None else seen.lost * requests_per_day
+        if as_json:
+            row = comparison_row(seen)
+            print(json.dumps({**row, "lost_tokens_per_day": per_day, "exact": bool(tokenizer)}))
+        else:
+            _show(seen, per_day, counted_by(bool(tokenizer)))
+
+
+def _show(seen: Comparison, per_day: float | None, counted: str) -> None:
+    first, second = seen.context()
+    tokens = seen.b.tokens
+    print(f"The second prompt has {tokens:,} tokens; {seen.reused:,} of them can be reused.")
+    print(
+        f"They part after {seen.shared:,} tokens ({seen.char:,} characters), in block "
+        f"{seen.block} of {seen.block_tokens} tokens, in {seen.part}:"
+    )
+    print(f"  first   {first}")
+    print(f"  second  {second}")
+    print(f"Looks like {seen.verdict.looks} ({seen.verdict.kind}).")
+    cost = f"It costs {seen.lost:,} tokens that the first prompt has too"
+    print(cost + ("." if per_day is None else f": {per_day:,.0f} a day."))
+    print(seen.verdict.advice)
+    print(f"({counted}.)")

@@ -1,0 +1,1 @@
+"""The configuration tree (`settings`) and the units its values are written in (`units`)."""

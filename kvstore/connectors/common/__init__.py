@@ -1,0 +1,1 @@
+"""What several connectors share. Connectors do not import one another."""

@@ -1,0 +1,172 @@
+"""A thread that copies blocks between the pages of an engine and the slots of the store.
+
+The rule of slots: a slot is leased from before its copy is queued until after the copy has ended.
+`CopyThread` therefore never drops a copy it took: each one comes back through `finished`, done or
+failed, or through `withdraw`, not begun, and only then does its owner hand the ticket back.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from kvstore.interface import SlotBuffer
+from kvstore.kernels import Copier, Event
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+COPIES_QUEUED_MAX: Final = 256
+"""Copies of one direction waiting for the thread; more are refused."""
+SCATTERS_IN_A_ROW_MAX: Final = 16
+"""Scatters that overtake a waiting gather, whose blocks the engine keeps as long."""
+
+
+class Direction(enum.Enum):
+    GATHER = "gather"
+    SCATTER = "scatter"
+
+
+@dataclass(eq=False, slots=True)
+class Copy:
+    """One run of blocks between pages and slots.
+
+    pages: page ids of each block. slots: slots of `slab`, one for each block. after: the device's
+    work that must end first. owner: whatever the caller wants back. error: why it failed, if so.
+    by_layer: a scatter whose layers are wanted as they arrive: `layers` is set, and the copy handed
+    out by `launched`, once all of it is queued on the device. then: called by the thread with the
+    slots of a gather that has ended.
+    """
+
+    direction: Direction
+    pages: Sequence[Sequence[int]]
+    slab: SlotBuffer
+    slots: Sequence[int]
+    after: Event
+    owner: Any
+    by_layer: bool = False
+    layers: Sequence[Event] = ()
+    then: Callable[[Sequence[memoryview]], None] | None = None
+    error: str = ""
+
+
+class CopyThread:
+    """Runs copies one after another on a thread of its own. Scatters go first: requests wait for
+    them, while a gather is only a save."""
+
+    def __init__(self, copier: Copier, *, name: str = "kvstore-copies") -> None:
+        self._copier = copier
+        self._changed = threading.Condition()
+        self._queues: dict[Direction, deque[Copy]] = {each: deque() for each in Direction}
+        self._scatters_in_a_row = 0
+        self._launched: list[Copy] = []
+        self._finished: list[Copy] = []
+        self._under_way = 0
+        self._closing = False
+        self._slab: SlotBuffer | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def under_way(self) -> int:
+        """Copies taken whose end has not been collected by `finished`."""
+        return self._under_way
+
+    def submit(self, copy: Copy) -> bool:
+        """Take a copy; False when the queue is full. Never waits."""
+        with self._changed:
+            assert not self._closing, "no copies after close"
+            if len(self._queues[copy.direction]) >= COPIES_QUEUED_MAX:
+                return False
+            self._queues[copy.direction].append(copy)
+            self._under_way += 1
+            self._changed.notify_all()
+            return True
+
+    def withdraw(self, wanted: Callable[[Copy], bool]) -> list[Copy]:
+        """Take back the gathers of this kind that have not begun: they touch no slot, and do not
+        come through `finished`. Never waits for a copy."""
+        with self._changed:
+            queue = self._queues[Direction.GATHER]
+            taken = [copy for copy in queue if wanted(copy)]
+            for copy in taken:
+                queue.remove(copy)
+            self._under_way -= len(taken)
+            return taken
+
+    def launched(self) -> list[Copy]:
+        """Scatters by layer that the device has been given since the last call. Each comes back
+        through `finished` as well."""
+        with self._changed:
+            begun, self._launched = self._launched, []
+            return begun
+
+    def finished(self, timeout_s: float = 0.0) -> list[Copy]:
+        """Copies that ended since the last call; waits up to timeout_s for the first, or for one
+        to be launched."""
+        with self._changed:
+            if not self._finished and timeout_s > 0.0:
+                self._changed.wait_for(lambda: bool(self._finished or self._launched), timeout_s)
+            ended, self._finished = self._finished, []
+            self._under_way -= len(ended)
+            return ended
+
+    def close(self) -> list[Copy]:
+        """Run what is queued, end the thread, and return what `finished` has not."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._copier.close()
+        return self.finished()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: any(self._queues.values()) or self._closing)
+                if not any(self._queues.values()):
+                    return
+                copy = self._next()
+            try:
+                self._copy(copy)
+            except Exception as error:  # a failed copy is a result; the engine computes instead
+                log.exception("a %s of %d blocks failed", copy.direction.value, len(copy.slots))
+                copy.error = f"{type(error).__name__}: {error}"
+            with self._changed:
+                self._finished.append(copy)
+                self._changed.notify_all()
+
+    def _next(self) -> Copy:
+        """The copy to run now, of those queued."""
+        gathers, scatters = self._queues[Direction.GATHER], self._queues[Direction.SCATTER]
+        if not scatters or (gathers and self._scatters_in_a_row >= SCATTERS_IN_A_ROW_MAX):
+            self._scatters_in_a_row = 0
+            return gathers.popleft()
+        self._scatters_in_a_row += 1
+        return scatters.popleft()
+
+    def _copy(self, copy: Copy) -> None:
+        if copy.slab is not self._slab:
+            self._copier.map_slab(copy.slab)
+            self._slab = copy.slab
+        copy.after.wait()
+        views = [copy.slab.view(slot) for slot in copy.slots]
+        if copy.direction is Direction.GATHER:
+            self._copier.gather(copy.pages, views).wait()
+            if copy.then is not None:
+                copy.then(views)
+        elif copy.by_layer:
+            copy.layers = self._copier.scatter_layers(copy.pages, views)
+            with self._changed:
+                self._launched.append(copy)
+                self._changed.notify_all()
+            for layer in copy.layers:
+                layer.wait()
+        else:
+            self._copier.scatter(copy.pages, views).wait()

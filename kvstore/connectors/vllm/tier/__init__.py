@@ -1,0 +1,1 @@
+"""KVStoreTier: a secondary tier below the host pool of vLLM."""

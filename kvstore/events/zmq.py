@@ -1,0 +1,210 @@
+"""KV events over ZeroMQ, as vLLM sends them: three frames, `[topic, number, batch]`.
+
+The number counts a publisher's batches, in 8 bytes, big-endian. A publisher can be asked again for
+what was lost (`replay`): a request of one number answers with every later batch it still has, and
+then with the number -1.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import zmq
+
+from kvstore.errors import ConfigError, FrameInvalid
+from kvstore.events.codec import Batch, decode, encode
+from kvstore.events.engine_index import EngineIndex
+
+log = logging.getLogger(__name__)
+
+QUEUED_MAX: Final = 10_000
+"""Batches a subscriber or a publisher holds in its socket; later ones are lost, and seen as a
+gap."""
+REPLAY_BATCHES: Final = 10_000
+POLL_MS: Final = 200
+PING_MS: Final = 5000
+"""How often a subscriber asks whether an engine's host is still there; as long it waits."""
+NUMBER_BYTES: Final = 8
+END_OF_REPLAY: Final = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
+
+
+class Subscriber:
+    """Listens to engines, each at its endpoint, and keeps an index of what they hold. Of one that
+    is gone nothing is kept: what it held went with it.
+
+    Raises:
+        ConfigError: an endpoint that is none.
+    """
+
+    def __init__(self, endpoints: Sequence[str], index: EngineIndex, *, topic: str = "") -> None:
+        self._index = index
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._engines: dict[Any, str] = {}
+        self._monitors: dict[Any, Any] = {}
+        self._refused: set[str] = set()
+        self._stopping = threading.Event()
+        try:
+            for endpoint in endpoints:
+                self._connect(endpoint, topic)
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and the sockets."""
+        self._stopping.set()
+        self._thread.join()
+        self._close_sockets()
+
+    def _connect(self, endpoint: str, topic: str) -> None:
+        socket = self._context.socket(zmq.SUB)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, QUEUED_MAX)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+        self._engines[socket] = endpoint
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitors[monitor] = socket
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot listen to KV events at {endpoint!r}: {error.strerror}; an endpoint like "
+                "'tcp://127.0.0.1:5557' is right"
+            ) from None
+        socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            for socket, _ in self._poller.poll(POLL_MS):
+                if socket in self._monitors:
+                    self._forget(socket)
+                else:
+                    self._receive(socket)
+
+    def _forget(self, monitor: Any) -> None:
+        """A connection is gone, and with it what it told, some of which may not be read yet."""
+        monitor.recv_multipart()
+        socket = self._monitors[monitor]
+        for _ in range(QUEUED_MAX):
+            if not socket.poll(0):
+                break
+            self._receive(socket)
+        self._index.forget(self._engines[socket])
+
+    def _receive(self, socket: Any) -> None:
+        engine = self._engines[socket]
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            log.warning("KV events of %s: %s", engine, error)
+            return
+        try:
+            if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
+                raise FrameInvalid("a message of events has three frames: topic, number, batch")
+            self._index.take(engine, int.from_bytes(frames[1], "big"), decode(frames[2]))
+        except FrameInvalid as error:
+            if engine not in self._refused:
+                self._refused.add(engine)
+                log.warning("KV events of %s that cannot be read: %s", engine, error)
+        except Exception:
+            # One message must not end the listening to all engines.
+            log.exception("KV events of %s: what it holds is forgotten", engine)
+            self._index.forget(engine)
+
+    def _close_sockets(self) -> None:
+        for monitor, socket in self._monitors.items():
+            socket.disable_monitor()
+            monitor.close(linger=0)
+        for socket in self._engines:
+            socket.close()
+        self._context.term()
+
+
+class Publisher:
+    """Publishes batches at an endpoint. `publish` may be called from any one thread, and never
+    waits: what a slow subscriber has no room for is lost to it.
+
+    replay: a second endpoint that answers requests for what was lost; "": none.
+
+    Raises:
+        ConfigError: an endpoint that cannot be bound.
+    """
+
+    def __init__(self, endpoint: str, *, topic: str = "", replay: str = "") -> None:
+        self._topic = topic.encode()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUB)
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=REPLAY_BATCHES)
+        self._number = 0
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        try:
+            self.endpoint = _bind(self._socket, endpoint)
+            self.replay_endpoint = ""
+            if replay:
+                asked = self._context.socket(zmq.ROUTER)
+                self.replay_endpoint = _bind(asked, replay)
+                self._thread = threading.Thread(
+                    target=self._answer, args=(asked,), name="kv-events-replay", daemon=True
+                )
+                self._thread.start()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def publish(self, batch: Batch) -> None:
+        """Send a batch."""
+        payload = encode(batch)
+        number = self._number.to_bytes(NUMBER_BYTES, "big")
+        self._kept.append((self._number, payload))
+        self._number += 1
+        with suppress(zmq.Again):
+            self._socket.send_multipart([self._topic, number, payload], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """End the threads and the sockets."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def _answer(self, asked: Any) -> None:
+        """The thread of replays."""
+        while not self._stopping.is_set():
+            if not asked.poll(POLL_MS):
+                continue
+            frames = asked.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
+                continue
+            first = int.from_bytes(frames[2], "big")
+            for number, payload in list(self._kept):
+                if number >= first:
+                    head = [frames[0], b"", self._topic, number.to_bytes(NUMBER_BYTES, "big")]
+                    asked.send_multipart([*head, payload])
+            asked.send_multipart([frames[0], b"", self._topic, END_OF_REPLAY, b""])
+        asked.close(linger=0)
+
+
+def _bind(socket: Any, endpoint: str) -> str:
+    """Bind it; where it is bound (a port 0 becomes a number)."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, QUEUED_MAX)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"cannot publish KV events at {endpoint!r}: {error.strerror}; an endpoint like "
+            "'tcp://*:5557' is right"
+        ) from None
+    return str(socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\x00"))

@@ -1,0 +1,1 @@
+"""The engine's side of the sidecar: messages, the connection, a client with the store interface."""

@@ -1,0 +1,1 @@
+"""How long a request waits for a load, and whether loading beats computing. No I/O, no clock."""

@@ -1,0 +1,1 @@
+"""The HTTP side of the sidecar: health, metrics, statistics, frames, administration, dashboard."""

@@ -1,0 +1,1 @@
+"""Shared memory that the sidecar makes and engines map: the slab of slots, and the index of L2."""

@@ -1,1 +1,0 @@
-"""Policies: pure orderings and verdicts, without I/O and without a clock."""

@@ -1,0 +1,438 @@
+"""What is read of vLLM's configuration: namespaces, refusals, flags, versions, weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, hashes_of, put
+
+import kvstore
+from kvstore.connectors.common.pending_lookups import ROUND_TRIP_MS
+from kvstore.connectors.common.weights_digest import fingerprint
+from kvstore.connectors.vllm.namespace import (
+    check_embedded,
+    check_outermost,
+    hashes_per_block,
+    in_layer_order,
+    namespaces_of,
+    set_engine_flags,
+)
+from kvstore.connectors.vllm.open_store import EMBEDDED, open_store
+from kvstore.connectors.vllm.settings import (
+    StoreSettings,
+    check_version,
+    connector_settings,
+)
+from kvstore.connectors.vllm.weights_id import fingerprint_of_name
+from kvstore.errors import ConfigError
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """Named like vLLM's, by whose name it is known."""
+
+
+class MLAAttentionSpec(SimpleNamespace):
+    pass
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+class HfConfig(SimpleNamespace):
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def a_spec(kind: type = FullAttentionSpec, **over: Any) -> Any:
+    values = {
+        "block_size": 32,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "head_size_v": 64,
+        "dtype": "torch.bfloat16",
+        "kv_quant_mode": SimpleNamespace(name="NONE"),
+    }
+    return kind(**{**values, **over})
+
+
+def a_config(*specs: Any, hash_block_size: int = 32, layers: int = 4) -> Any:
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"l.{n}" for n in range(layers)])
+        for spec in specs
+    ]
+    return SimpleNamespace(kv_cache_groups=groups, hash_block_size=hash_block_size)
+
+
+def a_model(**over: Any) -> HfConfig:
+    """Its configuration, of a repository of the hub."""
+    return HfConfig(hidden_size=8, _commit_hash="0123456789abcdef0123", **over)
+
+
+def an_items(cache_gb: float, **over: Any) -> Any:
+    """vLLM's configuration of images and sounds."""
+    values = {"mm_processor_cache_gb": cache_gb, "mm_processor_kwargs": None}
+    return SimpleNamespace(**{**values, **over})
+
+
+def an_engine(**over: Any) -> Any:
+    parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    cache = {
+        "cache_dtype": "auto",
+        "prefix_caching_hash_algo": "sha256_cbor",
+        "enable_prefix_caching": True,
+    }
+    model = {
+        "model": "org/model",
+        "revision": None,
+        "quantization": None,
+        "max_model_len": 4096,
+        "hf_config": a_model(),
+    }
+    load_format = over.pop("load_format", "auto")
+    for section, values in (("parallel", parallel), ("cache", cache), ("model", model)):
+        values.update(over.pop(section, {}))
+    assert not over
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(**cache),
+        model_config=SimpleNamespace(**model),
+        load_config=SimpleNamespace(load_format=load_format),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"),
+    )
+
+
+def test_the_namespace_says_what_the_tensors_are() -> None:
+    (namespace,) = namespaces_of(an_engine(), a_config(a_spec()), StoreSettings())
+    assert (namespace.model, namespace.dtype, namespace.layout) == (
+        "org/model", "bfloat16", "LHTC",
+    )  # fmt: skip
+    assert (namespace.layers, namespace.kv_heads, namespace.head_dim) == (4, 2, 64)
+    assert namespace.block_bytes == 4 * 2 * 32 * 128 * 2
+    assert namespace.revision.startswith("0123456789abcdef-")
+
+
+def test_whatever_changes_the_bytes_changes_the_namespace() -> None:
+    def digest(engine: Any = None, config: Any = None, **settings: Any) -> str:
+        engine, config = engine or an_engine(), config or a_config(a_spec())
+        return namespaces_of(engine, config, StoreSettings(**settings))[0].digest
+
+    rope = {"rope_type": "longrope"}
+    long = a_model(rope_parameters=rope)
+    layered = a_model(rope_parameters={"full_attention": rope, "sliding_attention": {}})
+    digests = [
+        digest(),
+        digest(an_engine(model={"model": "org/other"})),
+        digest(an_engine(model={"hf_config": HfConfig(hidden_size=8, _commit_hash="ffff")})),
+        digest(an_engine(model={"hf_config": a_model(rope_theta=1e6)})),
+        digest(an_engine(model={"quantization": "awq"})),
+        digest(an_engine(model={"hf_config": long})),
+        digest(an_engine(model={"hf_config": long, "max_model_len": 8192})),
+        digest(an_engine(model={"hf_config": layered})),
+        digest(an_engine(model={"hf_config": layered, "max_model_len": 8192})),
+        digest(config=a_config(a_spec(dtype="torch.float16"))),
+        digest(config=a_config(a_spec(block_size=64), hash_block_size=64)),
+        digest(config=a_config(a_spec(), layers=5)),
+        digest(revision="mine"),
+        digest(an_engine(model={"hf_config": a_model(rope_theta=1e6)}), revision="mine"),
+        digest(model="mine"),
+        digest(an_engine(model={"multimodal_config": an_items(4)})),
+        digest(an_engine(model={"multimodal_config": an_items(4, mm_processor_kwargs={"a": 1})})),
+        digest(an_engine(model={"multimodal_config": an_items(4, media_io_kwargs={"a": 1})})),
+        digest(an_engine(model={"multimodal_config": an_items(4, video_pruning_rate=0.5)})),
+    ]
+    assert len(set(digests)) == len(digests)
+    assert digest(an_engine(model={"max_model_len": 8192})) == digest()
+
+
+def test_fp8_is_named_by_its_kind() -> None:
+    spec = a_spec(dtype="torch.uint8", kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"))
+    engine = an_engine(cache={"cache_dtype": "fp8"})
+    (here,) = namespaces_of(engine, a_config(spec), StoreSettings())
+    assert here.dtype == "fp8_e4m3"
+    (amd,) = namespaces_of(engine, a_config(spec), StoreSettings(), fnuz=True)
+    assert amd.digest != here.digest
+    (plain,) = namespaces_of(an_engine(), a_config(a_spec()), StoreSettings())
+    (same,) = namespaces_of(an_engine(), a_config(a_spec()), StoreSettings(), fnuz=True)
+    assert same == plain
+
+
+def test_ranks_have_namespaces_of_their_own_unless_they_hold_the_same() -> None:
+    engine = an_engine(parallel={"tensor_parallel_size": 2})
+    first, second = namespaces_of(engine, a_config(a_spec()), StoreSettings())
+    assert replace(first, tp_rank=1) == second
+    latent = a_spec(MLAAttentionSpec, num_kv_heads=1, head_size=576, head_size_v=0)
+    first, second = namespaces_of(engine, a_config(latent), StoreSettings())
+    assert (first, first.attention, first.tp_size) == (second, "mla", 1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "words"),
+    [
+        ({}, a_config(a_spec(), a_spec(SlidingWindowSpec)), "--disable-hybrid-kv-cache-manager"),
+        ({}, a_config(a_spec(SlidingWindowSpec)), "has SlidingWindowSpec"),
+        ({}, a_config(), "has none"),
+        ({"parallel": {"pipeline_parallel_size": 2}}, a_config(a_spec()), "pipeline"),
+        ({"parallel": {"decode_context_parallel_size": 2}}, a_config(a_spec()), "context"),
+        (
+            {"cache": {"cache_dtype": "nvfp4"}},
+            a_config(a_spec(kv_quant_mode=SimpleNamespace(name="NVFP4"))),
+            "'nvfp4'",
+        ),
+        (
+            {
+                "parallel": {
+                    "tensor_parallel_size": 2,
+                    "distributed_executor_backend": "external_launcher",
+                }
+            },
+            a_config(a_spec()),
+            "'external_launcher'",
+        ),
+        ({}, a_config(a_spec(state_content_bytes=9)), "packed"),
+        ({}, a_config(a_spec(tokens_per_state=4)), "packed"),
+        ({}, a_config(a_spec(non_causal=True)), "non-causal"),
+        ({"model": {"is_prefix_caching_supported": False}}, a_config(a_spec()), "MEAN"),
+        (
+            {
+                "model": {"multimodal_config": an_items(0)},
+                "cache": {"enable_prefix_caching": False},
+            },
+            a_config(a_spec()),
+            "mm_processor_cache_gb 0",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_right_is_refused_in_one_line(
+    engine: dict[str, Any], config: Any, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        namespaces_of(an_engine(**engine), config, StoreSettings())
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_nothing_tells_apart_need_a_revision(tmp_path: Path) -> None:
+    """A stream of tensors, an object store beside local JSON, a name without a commit."""
+    (tmp_path / "config.json").write_text("{}")
+    folder = str(tmp_path)
+    unlike: list[dict[str, Any]] = [
+        {"model": {"model": folder}},
+        {"load_format": "tensorizer"},
+        {"model": {"model_weights": "s3://bucket/model"}},
+        {"model": {"hf_config": HfConfig(hidden_size=8)}},
+        {"model": {"hf_config_path": "org/config"}},  # whose commit says nothing of the weights
+    ]
+    for over in unlike:
+        with pytest.raises(ConfigError, match='set "revision"') as caught:
+            namespaces_of(an_engine(**over), a_config(a_spec()), StoreSettings())
+        assert "\n" not in str(caught.value)
+        settings = StoreSettings(revision="mine")
+        (named,) = namespaces_of(an_engine(**over), a_config(a_spec()), settings)
+        assert named.revision.startswith("mine-")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    for over in ({"model": {"model": folder}}, {"load_format": "dummy"}):
+        assert len(namespaces_of(an_engine(**over), a_config(a_spec()), StoreSettings())) == 1
+
+
+def test_the_commit_is_of_the_weights_not_of_the_configuration() -> None:
+    class Resolved(str):
+        resolved = "fedcba9876543210fedc"
+
+    model = {"revision": Resolved("main"), "hf_config_path": "org/config"}
+    (namespace,) = namespaces_of(an_engine(model=model), a_config(a_spec()), StoreSettings())
+    assert namespace.revision.startswith("fedcba9876543210-")
+
+
+def test_how_a_folder_prepares_sounds_is_part_of_the_namespace(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    engine = an_engine(model={"model": str(tmp_path), "multimodal_config": an_items(4)})
+    found = {namespaces_of(engine, a_config(a_spec()), StoreSettings())[0].digest}
+    names = {fingerprint_of_name(str(tmp_path))}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (tmp_path / name).write_text("{}")
+        found.add(namespaces_of(engine, a_config(a_spec()), StoreSettings())[0].digest)
+        names.add(fingerprint_of_name(str(tmp_path)))
+    assert len(found) == len(names) == 3
+
+
+def test_an_embedded_store_is_for_one_process() -> None:
+    def parallel(backend: object, ranks: int = 1) -> Any:
+        return SimpleNamespace(world_size=ranks, distributed_executor_backend=backend)
+
+    for backend in (None, "uni", "external_launcher"):
+        check_embedded(parallel(backend))
+    for backend, ranks in (("mp", 1), ("ray", 1), (HfConfig, 1), ("uni", 2)):
+        with pytest.raises(ConfigError, match="a sidecar is right") as caught:
+            check_embedded(parallel(backend, ranks))
+        assert "\n" not in str(caught.value)
+
+
+def test_inside_another_connector_the_outer_policy_is_looked_at() -> None:
+    own, outer = (
+        SimpleNamespace(kv_connector=name, kv_load_failure_policy="fail")
+        for name in ("KVStoreConnector", "MultiConnector")
+    )
+    check_outermost(own, own)
+    with pytest.raises(ConfigError, match="'recompute' beside kv_connector 'MultiConnector'"):
+        check_outermost(own, outer)
+    outer.kv_load_failure_policy = "recompute"
+    check_outermost(own, outer)
+
+
+def test_one_cache_of_vllms_is_enough_for_items_to_have_names() -> None:
+    for items, caching in ((an_items(0), True), (an_items(4), False), (None, False)):
+        engine = an_engine(
+            model={"multimodal_config": items}, cache={"enable_prefix_caching": caching}
+        )
+        assert len(namespaces_of(engine, a_config(a_spec()), StoreSettings())) == 1
+
+
+def test_flags_are_set_and_said_once() -> None:
+    engine = an_engine(cache={"prefix_caching_hash_algo": "sha256"})
+    lines = set_engine_flags(engine, None)
+    assert engine.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert engine.cache_config.prefix_caching_hash_algo == "sha256_cbor"
+    assert [line.split()[0] for line in lines] == [
+        "kv_load_failure_policy", "prefix_caching_hash_algo",
+    ]  # fmt: skip
+    assert set_engine_flags(engine, None) == []
+
+
+def test_hashes_that_begin_with_made_up_bytes_are_not_left_so() -> None:
+    for seed, algorithm in ((None, "sha256_cbor"), ("0", "xxhash_cbor")):
+        engine = an_engine(cache={"prefix_caching_hash_algo": "xxhash_cbor"})
+        lines = [line for line in set_engine_flags(engine, seed) if "PYTHONHASHSEED" in line]
+        assert engine.cache_config.prefix_caching_hash_algo == algorithm
+        assert len(lines) == (seed is None)
+
+
+def test_hashes_of_a_block() -> None:
+    assert hashes_per_block(a_config(hash_block_size=16), 32) == 2
+    with pytest.raises(ConfigError, match="hashes every 24"):
+        hashes_per_block(a_config(hash_block_size=24), 32)
+
+
+def test_layers_are_ordered_by_number() -> None:
+    assert in_layer_order(["m.10.a", "m.9.a", "m.2.a"]) == ["m.2.a", "m.9.a", "m.10.a"]
+
+
+def test_versions() -> None:
+    check_version("0.32.0")
+    check_version("0.32.7.dev1+cpu")
+    for version in ("0.31.9", "0.33.0", "1.0.0", "dev"):
+        with pytest.raises(ConfigError, match=r"0\.32 is"):
+            check_version(version)
+
+
+@pytest.mark.parametrize("name", ["KVStoreConnector", "KVStoreTier"])
+def test_another_release_is_refused_before_anything_of_it_is_imported(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text('__version__ = "0.31.2"')
+    program = f"import kvstore.connectors.vllm as ours; ours.{name}"
+    path = f"{tmp_path}:{Path(kvstore.__file__).parents[1]}"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    last = run.stderr.splitlines()[-1]
+    assert last == "kvstore.errors.ConfigError: vLLM 0.31.2 is not supported; 0.32 is"
+
+
+def test_settings_refuse_what_they_do_not_know() -> None:
+    assert connector_settings({"socket": "/s", "prefetch": {"cap_ms": "3s"}}).prefetch.cap_ms == 3e3
+    with pytest.raises(ConfigError, match=r"kv_connector_extra_config.sockt.*'socket'"):
+        connector_settings({"sockt": "/s"})
+    with pytest.raises(ConfigError, match="timeout"):
+        connector_settings({"prefetch": {"policy": "timout"}})
+
+
+def test_a_save_may_wait_for_an_answer_though_loads_may_not() -> None:
+    assert connector_settings({"prefetch": {"cap_ms": 0}}).save_ms == ROUND_TRIP_MS
+    assert connector_settings({"prefetch": {"cap_ms": "3s"}}).save_ms == 3e3
+
+
+def test_a_route_is_what_the_sidecar_counts_its_traffic_as(tmp_path: Path) -> None:
+    sidecar = ForkedSidecar(tmp_path)
+    settings = connector_settings({"socket": sidecar.socket, "route": "chat"})
+    opened = open_store(settings, NAMESPACE, engine="e", name="n")
+    put(opened.store, hashes_of("routed", 2))
+    assert opened.store.sync(LIMIT_S)
+    [user] = sidecar.stats()["use"]["users"]
+    opened.close()
+    assert (user["route"], user["saved"]) == ("chat", 2 * NAMESPACE.block_tokens)
+    with pytest.raises(ConfigError, match="route 'no route'"):
+        open_store(
+            connector_settings({"socket": sidecar.socket, "route": "no route"}),
+            NAMESPACE,
+            engine="e",
+            name="n",
+        )
+    assert sidecar.stop() == 0
+
+
+def test_a_fingerprint_sees_names_sizes_and_bytes(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(range(256)) * 4096)
+    first = fingerprint(tmp_path)
+    (tmp_path / "notes.txt").write_text("not weights")
+    assert fingerprint(tmp_path) == first
+    changed = bytearray(weights.read_bytes())
+    for place in (0, len(changed) - 1, len(changed) // 2):
+        changed[place] ^= 1
+        weights.write_bytes(changed)
+        assert fingerprint(tmp_path) != first
+        changed[place] ^= 1
+    weights.write_bytes(changed)
+    assert fingerprint(tmp_path) == first
+    assert fingerprint(weights) == first
+    weights.rename(tmp_path / "other.safetensors")
+    assert fingerprint(tmp_path) != first
+    weights.write_bytes(b"")
+    fingerprint(weights)
+
+
+def test_a_name_is_its_own_id_and_a_folder_is_known_by_its_files(tmp_path: Path) -> None:
+    assert fingerprint_of_name("org/model") == ("org/model", "")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert fingerprint_of_name(str(folder)) == ("mine", ""), "its weights are elsewhere"
+    (folder / "model.safetensors").write_bytes(b"weights")
+    name, revision = fingerprint_of_name(str(folder))
+    (folder / "config.json").write_text('{"rope_theta": 1}')
+    assert name == "mine"
+    assert fingerprint_of_name(str(folder))[1] != revision
+
+
+def test_both_sides_of_an_engine_meet_in_one_embedded_store() -> None:
+    (namespace,) = namespaces_of(an_engine(), a_config(a_spec()), StoreSettings())
+    settings = StoreSettings(embedded={"l2": "4MiB"})
+    one = open_store(settings, namespace, engine="e", name="scheduler")
+    two = open_store(settings, namespace, engine="e", name="worker")
+    save = two.store.save([b"k" * 32])
+    two.store.commit(save)
+    assert one.store.match([b"k" * 32]).tiers == ["l2"]
+    other = open_store(settings, namespace, engine="f", name="scheduler")
+    assert other.store.match([b"k" * 32]).tiers == []
+    for opened in (one, two, other):
+        opened.close()
+    assert EMBEDDED._stores == {}
+    with pytest.raises(ConfigError, match=r"embedded\.l3.*'l2'"):
+        open_store(StoreSettings(embedded={"l3": "1GiB"}), namespace, engine="g", name="x")
+
+
+def test_a_policy_that_vllm_cannot_follow_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'timeout' is right"):
+        connector_settings({"prefetch": {"policy": "adaptive"}})

@@ -1,0 +1,143 @@
+"""What a tier's units are called: whatever fixes their bytes is in the namespace, and no two names
+begin alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from manual_store import ManualStore
+from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, fill, until_done
+
+import kvstore
+from kvstore.blocks.key import Namespace
+from kvstore.connectors.vllm.settings import TierSettings
+from kvstore.connectors.vllm.tier.offload_keys import UnitStore, namespace_of_units
+from kvstore.errors import ConfigError
+
+UNIT_BYTES = 4096
+
+
+def a_folder(path: Path, weights: bytes = b"weights") -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(weights)
+    return path
+
+
+def a_tier_spec(model: str) -> Any:
+    """What is read of vLLM's `OffloadingSpec`."""
+    return SimpleNamespace(
+        blocks_per_chunk=1,
+        replicated_layout=False,
+        config=SimpleNamespace(
+            canonical_layout=False,
+            model=SimpleNamespace(name=model, dtype="torch.bfloat16"),
+            groups=[SimpleNamespace(group_id=0, tokens_per_block=32, layer_names=("a", "b"))],
+            cache=SimpleNamespace(tokens_per_hash=32),
+            worker_kv_bytes_per_block=UNIT_BYTES,
+            parallel=SimpleNamespace(world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1),
+            kv_cache_layout="BLHNC",
+        ),
+    )
+
+
+def named(spec: Any, **settings: Any) -> Namespace:
+    return namespace_of_units(spec, UNIT_BYTES, TierSettings(**settings))
+
+
+def test_a_model_that_is_no_folder_needs_a_revision(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'set "revision".*\'org/model\''):
+        named(a_tier_spec("org/model"))
+    with pytest.raises(ConfigError, match='set "revision"'):
+        named(a_tier_spec("org/model"), model="mine")
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.raises(ConfigError, match='set "revision"'):
+        named(a_tier_spec(str(tmp_path / "elsewhere")))  # a folder without weights
+    first, second = (named(a_tier_spec("org/model"), revision=word) for word in ("one", "two"))
+    assert (first.model, first.revision) == ("org/model", "one")
+    assert first.digest != second.digest
+
+
+def of_config(path: str, value: Any) -> Callable[[Any], None]:
+    def change(spec: Any) -> None:
+        *parents, last = path.split(".")
+        for parent in parents:
+            spec = getattr(spec, parent)
+        setattr(spec, last, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        of_config("blocks_per_chunk", 2),
+        of_config("replicated_layout", True),
+        of_config("config.canonical_layout", True),
+        of_config("config.model.dtype", "torch.float16"),
+        of_config("config.groups", []),
+        of_config("config.cache.tokens_per_hash", 16),
+        of_config("config.worker_kv_bytes_per_block", 2 * UNIT_BYTES),
+        of_config("config.parallel.tp_size", 2),
+        of_config("config.parallel.dcp_size", 2),
+        of_config("config.kv_cache_layout", "LBHNC"),
+    ],
+)
+def test_whatever_fixes_the_bytes_of_a_unit_is_in_its_namespace(
+    tmp_path: Path, change: Callable[[Any], None]
+) -> None:
+    spec = a_tier_spec(str(a_folder(tmp_path / "model")))
+    before = named(spec)
+    change(spec)
+    assert named(spec).digest != before.digest
+
+
+def test_folders_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> None:
+    one, same, other = (
+        named(a_tier_spec(str(a_folder(tmp_path / place / "model", weights))))
+        for place, weights in (("1", b"weights"), ("2", b"weights"), ("3", b"others"))
+    )
+    assert one.digest == same.digest != other.digest
+
+
+CATALOGUE_BYTES = 16
+"""Of a name, by which the sidecar's catalogue knows it."""
+
+
+def test_one_block_in_two_groups_has_two_names_from_their_first_bytes_on() -> None:
+    store = ManualStore(NAMESPACE, 4)
+    units = UnitStore(store)
+    keys = [bytes(range(32)) + group.to_bytes(4, "big") for group in range(40)]
+    for verb in (units.match, units.load, units.save):
+        verb(keys)
+    units.forget()
+    units.match(keys)
+    before, *others, after = (ticket.hashes for ticket in store.asked)
+    assert others == [before, before]
+    assert before[0] == keys[0], "vLLM's own where there is one group"
+    assert len({name[:CATALOGUE_BYTES] for name in (*before, *after)}) == 2 * len(keys)
+
+
+def test_a_sidecar_tells_one_blocks_groups_apart(tmp_path: Path) -> None:
+    keys = [bytes(range(32)) + group.to_bytes(4, "big") for group in range(2)]
+    sidecar = ForkedSidecar(tmp_path)
+    client = kvstore.connect(sidecar.socket, NAMESPACE)
+    units = UnitStore(client)
+    save = units.save(keys[1:])
+    assert save is not None
+    until_done(client, save)
+    fill(client, save)
+    units.commit(save)
+    assert client.sync(LIMIT_S)
+    held = []
+    for key in keys:
+        asked = units.match([key])
+        assert asked is not None
+        held.append(until_done(client, asked).tiers)
+    assert held == [[], ["l2"]]
+    client.close()
+    assert sidecar.stop() == 0

@@ -1,0 +1,319 @@
+"""The sidecar with real engine processes: blocks shared, leases bound to lives, callers refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sidecar_rig import (
+    NAMESPACE,
+    SLOT_BYTES,
+    SLOTS,
+    ForkedSidecar,
+    Raw,
+    content,
+    disk,
+    get,
+    hashes_of,
+    match,
+    put,
+    until_done,
+    wait_until,
+)
+
+from kvstore.errors import ConfigError
+from kvstore.ipc.client import Client
+from kvstore.ipc.protocol import MAX_HASHES, PROTOCOL_VERSION, Verb, pack
+from kvstore.service.auth import Tenants
+from kvstore.service.ipc.socket_server import HotPath
+from kvstore.service.ipc.sockets import listen
+from kvstore.shm.slab import Slab
+from kvstore.store.store import Store
+from kvstore.testing.processes import Child
+
+PROGRAM = Path(__file__).with_name("engine_program.py")
+HASHES = hashes_of("hot", 8)
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[ForkedSidecar]:
+    made = ForkedSidecar(tmp_path)
+    yield made
+    made.kill()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]:
+    """For tests that leave nothing behind."""
+    made = ForkedSidecar(tmp_path_factory.mktemp("shared"))
+    yield made
+    assert l2(made)["slots_free"] == SLOTS
+    assert made.stop() == 0
+
+
+def engine(sidecar: ForkedSidecar, what: str, name: str, count: int) -> Child:
+    """A client in a process of its own, ready."""
+    argv = [sys.executable, str(PROGRAM), sidecar.socket, what, name, str(count)]
+    child = Child(argv, ready=lambda line: line == "ready")
+    child.wait_ready()
+    return child
+
+
+def l2(sidecar: ForkedSidecar) -> dict[str, int]:
+    numbers: dict[str, int] = sidecar.stats()["l2"]
+    return numbers
+
+
+def test_two_processes_share_blocks(sidecar: ForkedSidecar) -> None:
+    with engine(sidecar, "save", "hot", 8), Client(sidecar.socket, NAMESPACE) as client:
+        assert get(client, HASHES) == ([content(name) for name in HASHES], ["l2"] * 8)
+        # What this process writes, a third reads: it could not hold what it does not find.
+        put(client, hashes_of("mine", 4))
+        assert client.sync(10.0)
+        with engine(sidecar, "hold", "mine", 4):
+            assert l2(sidecar)["slots_leased"] == 4
+
+
+def test_a_killed_engine_gives_everything_back(sidecar: ForkedSidecar) -> None:
+    with Client(sidecar.socket, NAMESPACE) as client:
+        put(client, HASHES)
+        assert client.sync(10.0)
+        child = engine(sidecar, "hold", "hot", 8)
+        numbers = l2(sidecar)
+        assert (numbers["slots_leased"], numbers["slots_filling"]) == (8, 8)
+        child.kill()
+        wait_until(lambda: l2(sidecar)["slots_filling"] == 0, "filling slots are free again")
+        numbers = l2(sidecar)
+        assert (numbers["slots_leased"], numbers["slots_free"]) == (0, SLOTS - 8)
+        # Its leases gone, all that it had can be evicted: the whole slab is to be had.
+        assert put(client, hashes_of("all", SLOTS)) == SLOTS
+    assert sidecar.stop() == 0
+
+
+def test_a_live_client_keeps_its_leases_whatever_it_does(sidecar: ForkedSidecar) -> None:
+    """Garbage, silence, half a hang-up: nothing but its end frees a slot under a client."""
+    garbage, deaf, half = Raw(sidecar.socket), Raw(sidecar.socket), Raw(sidecar.socket)
+    for number, raw in enumerate((garbage, deaf, half)):
+        assert len(raw.save(1, hashes_of(f"raw {number}", 4))) == 4
+    garbage.sock.sendall(b"\xff" * 1000)
+    half.sock.shutdown(socket.SHUT_WR)
+    # One that asks and never reads: its answers fill the socket, and then it is not read either.
+    deaf.sock.settimeout(1.0)
+    endless = b"".join(pack(Verb.MATCH, number + 2, HASHES * 8) for number in range(10_000))
+    with pytest.raises(TimeoutError):
+        deaf.sock.sendall(endless)
+    time.sleep(1.5)  # longer than the sidecar looks away from any connection
+    assert l2(sidecar)["slots_filling"] == 12
+    with Client(sidecar.socket, NAMESPACE) as client:  # and nobody else suffers
+        assert put(client, HASHES) == 8
+        assert match(client, HASHES) == ["l2"] * 8
+        for left, raw in zip((8, 4, 0), (garbage, deaf, half), strict=True):
+            raw.sock.close()
+            time.sleep(0.2)
+            assert l2(sidecar)["slots_filling"] == left + 4, "its process may copy yet"
+            raw.end()
+            wait_until(lambda left=left: l2(sidecar)["slots_filling"] == left, f"{left} filling")
+    assert sidecar.stop() == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pack(99),
+        pack(Verb.WELCOME),
+        pack(Verb.MATCH, 1),
+        pack(Verb.MATCH, -1, []),
+        pack(Verb.MATCH, 1, "hash"),
+        pack(Verb.MATCH, 1, [b""]),
+        pack(Verb.MATCH, 1, [bytes(65)]),
+        pack(Verb.MATCH, 1, [b"x"] * (MAX_HASHES + 1)),
+        pack(Verb.LOAD, 7, HASHES),
+        pack(Verb.COMMIT, 1, 0),
+        pack(Verb.COMMIT, 7),
+        pack(Verb.COMMIT, 7, 1 << 63),
+        pack(Verb.COMMIT, 8, 0),
+        pack(Verb.RELEASE, 1),
+        pack("match", 1),
+        pack({}),
+        pack(),
+        struct.pack("<I", 1 << 31),
+        struct.pack("<I", 3) + b"\xc1\xc1\xc1",
+    ],
+)
+def test_nonsense_ends_the_conversation_only(shared: ForkedSidecar, message: bytes) -> None:
+    raw = Raw(shared.socket)
+    slots = raw.save(7, HASHES)
+    raw.ask(Verb.LOAD, 8, HASHES)
+    raw.sock.sendall(message)
+    raw.sock.sendall(pack(Verb.COMMIT, 7, len(slots)))  # is not read any more
+    time.sleep(0.1)
+    assert l2(shared)["slots_filling"] == len(slots)
+    raw.end()
+    wait_until(lambda: l2(shared)["slots_free"] == SLOTS, "all slots are free")
+
+
+def test_a_commit_of_other_grants_publishes_nothing(sidecar: ForkedSidecar) -> None:
+    raw = Raw(sidecar.socket)
+    for number, wrong in enumerate((0, 7, 9)):
+        assert len(raw.save(number, HASHES)) == 8
+        raw.sock.sendall(pack(Verb.COMMIT, number, wrong))
+        assert raw.ask(Verb.PING, 5) == [Verb.PONG, 5]
+        assert l2(sidecar)["slots_free"] == SLOTS
+    assert len(raw.save(9, HASHES)) == 8
+    raw.sock.sendall(pack(Verb.COMMIT, 9, 8))
+    assert raw.ask(Verb.MATCH, 10, HASHES)[4] == ["l2"] * 8
+    raw.end()
+
+
+def test_tenants_by_token_share_nothing(tmp_path: Path) -> None:
+    tokens = {"secret of a": "team-a", "other secret of a": "team-a", "secret of b": "team-b"}
+    sidecar = ForkedSidecar(tmp_path, {"server": {"tokens": tokens}})
+    clients = [Client(sidecar.socket, NAMESPACE, token=token) for token in tokens]
+    first, same, other = clients
+    assert put(first, HASHES, "team-a") == 8
+    assert first.sync(10.0)
+    assert match(same, HASHES) == ["l2"] * 8
+    assert match(other, HASHES) == []
+    assert get(other, HASHES) == ([], [])
+    assert put(other, HASHES, "team-b") == 8
+    assert get(same, HASHES)[0] == [content(name, "team-a") for name in HASHES]
+    assert get(other, HASHES)[0] == [content(name, "team-b") for name in HASHES]
+    for wrong in (None, "", "secret", "secret of a "):
+        with pytest.raises(ConfigError, match="token"):
+            Client(sidecar.socket, NAMESPACE, token=wrong)
+    with pytest.raises(ConfigError, match="token"):
+        sidecar.stats()
+    assert sidecar.stats("secret of b")["l2"]["slots"] == SLOTS
+    for client in clients:
+        client.close()
+    assert sidecar.stop() == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "m2"},
+        {"revision": "b"},
+        {"layout": "TLKHD"},
+        {"quantisation": "q"},
+        {"tp_size": 2},
+        {"dtype": "bfloat16", "block_tokens": 8},
+    ],
+)
+def test_namespaces_share_nothing(sidecar: ForkedSidecar, change: dict[str, Any]) -> None:
+    other = replace(NAMESPACE, **change)
+    assert other.block_bytes == NAMESPACE.block_bytes
+    with Client(sidecar.socket, NAMESPACE) as client, Client(sidecar.socket, other) as stranger:
+        put(client, HASHES)
+        assert client.sync(10.0)
+        assert match(stranger, HASHES) == []
+        assert get(stranger, HASHES) == ([], [])
+
+
+def about(**change: Any) -> bytes:
+    told = {
+        "version": PROTOCOL_VERSION,
+        "namespace": asdict(NAMESPACE),
+        "digest": NAMESPACE.digest,
+        "token": None,
+        "client": "raw",
+        "pid": 1,
+    }
+    return pack(Verb.HELLO, {**told, **change})
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (about(version=PROTOCOL_VERSION + 1), "protocol"),
+        (about(digest="0" * 32), "contradicts"),
+        (about(namespace={**asdict(NAMESPACE), "revision": "x"}), "contradicts"),
+        (about(namespace={**asdict(NAMESPACE), "layers": "2"}), "layers"),
+        (about(namespace={**asdict(NAMESPACE), "layers": 0}), "layers"),
+        (about(namespace={**asdict(NAMESPACE), "unknown": 1}), "fields"),
+        (about(namespace=None), "fields"),
+        (pack(Verb.HELLO, None), "hello"),
+        (pack(Verb.MATCH, 1, []), "hello"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "at most"),
+    ],
+)
+def test_a_bad_hello_is_refused_in_one_line(
+    shared: ForkedSidecar, first: bytes, words: str
+) -> None:
+    raw = Raw(shared.socket, first)
+    verb, text, again = raw.welcome
+    assert (verb, again) == (Verb.REFUSED, False)
+    assert words in text
+    assert "\n" not in text
+    assert raw.sock.recv(1) == b""
+    raw.end()
+
+
+def test_too_many_clients_may_come_again(tmp_path: Path) -> None:
+    sidecar = ForkedSidecar(tmp_path, {"limits": {"clients": 2, "hello_ms": "200ms"}})
+    # One that never says who it is does not keep its place.
+    mute = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mute.connect(sidecar.socket)
+    first = Client(sidecar.socket, NAMESPACE, wait_ready_s=10.0)
+    second = Client(sidecar.socket, NAMESPACE, wait_ready_s=10.0)
+    third = Client(sidecar.socket, NAMESPACE)
+    assert not third.connected
+    assert "2 clients" in third.match(HASHES).fault
+    first.close()
+    wait_until(lambda: third.connected, "the third has its place")
+    second.close()
+    third.close()
+    mute.close()
+    assert sidecar.stop() == 0
+
+
+def test_a_clean_end_with_clients_that_hold_leases(tmp_path: Path) -> None:
+    sidecar = ForkedSidecar(tmp_path, disk(tmp_path / "disk"))
+    client = Client(sidecar.socket, NAMESPACE)
+    put(client, HASHES)
+    held = until_done(client, client.load(HASHES))
+    save = until_done(client, client.save(hashes_of("open", 4)))
+    assert sidecar.stop() == 0
+    assert not os.path.exists(sidecar.socket)
+    wait_until(lambda: not client.connected, "the client has noticed")
+    client.commit(save)
+    client.release(held)
+    # What was committed was written before the end.
+    sidecar.start()
+    wait_until(lambda: client.connected, "the client is back")
+    assert get(client, HASHES) == ([content(name) for name in HASHES], ["disk"] * 8)
+    assert match(client, hashes_of("open", 4)) == []
+    client.close()
+    assert sidecar.stop() == 0
+
+
+def test_blocks_of_more_than_one_size_share_a_slab(sidecar: ForkedSidecar) -> None:
+    small = replace(NAMESPACE, layers=1)
+    assert small.block_bytes < SLOT_BYTES
+    with Client(sidecar.socket, NAMESPACE) as client, Client(sidecar.socket, small) as other:
+        assert put(client, HASHES) == 8
+        assert put(other, HASHES) == 8
+        assert get(client, HASHES)[0] == [content(name) for name in HASHES]
+
+
+def test_stopping_gives_no_slot_to_anybody_else(tmp_path: Path) -> None:
+    store = Store(Slab.create(SLOTS, SLOT_BYTES))
+    listener = listen(str(tmp_path / "socket"))
+    hot = HotPath(store, listener, tenants=Tenants({}), max_clients=4, hello_s=10.0, stats=dict)
+    hot.start()
+    other = store.session(NAMESPACE)  # as a connection that is ended last
+    with Client(str(tmp_path / "socket"), NAMESPACE) as client:
+        assert put(client, HASHES) == 8
+        until_done(client, client.load(HASHES))
+        hot.stop()
+        assert store.stats()["l2"]["slots_leased"] == 0
+        assert other.save(hashes_of("late", 2)).grants == [], "an engine may still read that slot"
+    store.close()

@@ -1,0 +1,350 @@
+"""Quotas: nobody has more than its share, of L2 or of a tier; room is made at its own cost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.blocks.key import Key
+from kvstore.cache.eviction import LRU
+from kvstore.cache.manager import Brain
+from kvstore.cache.write_policy import write_policy
+from kvstore.errors import TierFull, TierUnavailable
+from kvstore.testing.faults import Fault, FaultyTier, always
+from kvstore.testing.frames import FrameBuffer
+from kvstore.tiers import disk
+from kvstore.tiers.base import PAGE_BYTES
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.tenant_quota import TenantQuotas
+from kvstore.tiers.wrappers import Breaker
+
+FRAME = PAGE_BYTES + 8192
+WAIT_S = 60.0
+
+
+def key(tenant: str, number: int) -> Key:
+    return Key(tenant, "space", bytes([number]) * 32)
+
+
+@pytest.fixture
+def buffer() -> FrameBuffer:
+    return FrameBuffer(8192)
+
+
+def keys_of(tenant: str, numbers: Sequence[int]) -> list[Key]:
+    return [key(tenant, number) for number in numbers]
+
+
+# --- lower tiers ---------------------------------------------------------------------------------
+
+
+def test_a_tenant_over_its_quota_loses_its_own_oldest(buffer: FrameBuffer) -> None:
+    tier = TenantQuotas(MemoryTier(), {"small": 3 * FRAME})
+    for number in range(4):
+        tier.write(*buffer.fill(key("large", number), 8192))
+    for number in range(3):
+        tier.write(*buffer.fill(key("small", number), 8192))
+    assert tier.read(key("small", 0), buffer.header, buffer.payload)
+    tier.write(*buffer.fill(key("small", 3), 8192))
+    assert tier.contains(keys_of("small", range(4))) == [True, False, True, True]
+    assert all(tier.contains(keys_of("large", range(4))))
+    assert tier.used_bytes() == {"small": 3 * FRAME}
+    assert tier.stats()["quota_evictions"] == 1
+
+
+def test_a_quota_for_everybody_is_one_for_each(buffer: FrameBuffer) -> None:
+    tier = TenantQuotas(MemoryTier(), {"*": 2 * FRAME, "more": 3 * FRAME})
+    for tenant in ("a", "b", "more"):
+        for number in range(5):
+            tier.write(*buffer.fill(key(tenant, number), 8192))
+    assert tier.used_bytes() == {"a": 2 * FRAME, "b": 2 * FRAME, "more": 3 * FRAME}
+
+
+def test_a_block_larger_than_the_quota_is_refused_and_nothing_is_lost(buffer: FrameBuffer) -> None:
+    tier = TenantQuotas(MemoryTier(), {"small": FRAME})
+    tier.write(*buffer.fill(key("small", 0), 8192))
+    large = FrameBuffer(16384)
+    with pytest.raises(TierFull, match="'small' may have 12 KiB of memory"):
+        tier.write(*large.fill(key("small", 1), 16384))
+    assert tier.contains(keys_of("small", [0, 1])) == [True, False]
+
+
+def test_a_quota_outlives_a_restart_of_the_tier(tmp_path: Path, buffer: FrameBuffer) -> None:
+    config = disk.Config(directory=str(tmp_path), capacity=16 << 20)
+    for start in (0, 3):
+        tier = TenantQuotas(disk.open(config), {"small": 4 * FRAME})
+        for number in range(start, start + 3):
+            tier.write(*buffer.fill(key("small", number), 8192))
+        assert tier.used_bytes()["small"] == min(start + 3, 4) * FRAME
+        assert sum(tier.contains(keys_of("small", range(6)))) == min(start + 3, 4)
+        tier.close()
+
+
+def test_what_the_tier_evicted_itself_makes_room_first(buffer: FrameBuffer) -> None:
+    inner = MemoryTier(capacity_bytes=4 * FRAME)
+    tier = TenantQuotas(inner, {"a": 3 * FRAME})
+    for number in range(3):
+        tier.write(*buffer.fill(key("a", number), 8192))
+    for number in range(4):
+        tier.write(*buffer.fill(key("b", number), 8192))  # pushes out all of a's
+    for number in range(3, 6):
+        tier.write(*buffer.fill(key("a", number), 8192))
+    assert all(tier.contains(keys_of("a", range(3, 6))))
+    assert tier.used_bytes() == {"a": 3 * FRAME}
+
+
+def test_a_tier_that_says_no_for_a_while_loses_nothing(buffer: FrameBuffer) -> None:
+    """A breaker, or a disk that is left alone, answers of every block that it is not there."""
+
+    class Shy(MemoryTier):
+        silent = False
+
+        def contains(self, keys: Sequence[Key]) -> list[bool]:
+            return [False] * len(keys) if self.silent else super().contains(keys)
+
+        def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
+            return 0 if self.silent else super().read(key, header, payload)
+
+    inner = Shy()
+    tier = TenantQuotas(inner, {"a": 10 * FRAME})
+    for number in range(10):
+        tier.write(*buffer.fill(key("a", number), 8192))
+    inner.silent = True
+    for number in range(10):
+        assert tier.read(key("a", number), buffer.header, buffer.payload) == 0
+    assert tier.used_bytes() == {"a": 10 * FRAME}
+    tier.write(*buffer.fill(key("a", 10), 8192))
+    inner.silent = False
+    assert tier.contains(keys_of("a", range(11))) == [False] + [True] * 10
+
+
+def test_what_is_written_while_a_list_is_made_is_counted(buffer: FrameBuffer) -> None:
+    listing, go_on = threading.Event(), threading.Event()
+
+    class Slow(MemoryTier):
+        local_index = False
+
+        def usage(self) -> Iterator[tuple[Key, int]]:
+            rows = list(super().usage())
+            listing.set()
+            assert go_on.wait(WAIT_S)
+            yield from rows
+
+    tier = TenantQuotas(Slow(), {"a": 4 * FRAME})
+    assert listing.wait(WAIT_S)
+    for number in range(3):
+        tier.write(*buffer.fill(key("a", number), 8192))
+    tier.delete([key("a", 1)])
+    go_on.set()
+    for number in range(3, 9):
+        tier.write(*buffer.fill(key("a", number), 8192))
+    deadline = time.monotonic() + WAIT_S
+    while tier._news is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert tier.used_bytes() == {"a": 4 * FRAME}
+    go_on.set()
+    assert len(list(tier.inner.usage())) == 4
+
+
+def test_a_write_that_hangs_keeps_no_other_tenant_and_no_other_writer(buffer: FrameBuffer) -> None:
+    faulty = FaultyTier(MemoryTier())
+    tier = TenantQuotas(faulty, {"*": 4 * FRAME})
+    stuck = key("a", 0)
+    faulty.schedule = lambda verb, keys: Fault.HUNG if stuck in keys else None
+    mine = FrameBuffer(8192)
+    thread = threading.Thread(target=tier.write, args=mine.fill(stuck, 8192), daemon=True)
+    thread.start()
+    assert faulty.wait_hung()
+    for number in range(1, 9):
+        tier.write(*buffer.fill(key("a", number), 8192))
+        tier.write(*buffer.fill(key("b", number), 8192))
+    assert tier.used_bytes() == {"a": 3 * FRAME, "b": 4 * FRAME}
+    faulty.release()
+    thread.join(WAIT_S)
+    assert tier.used_bytes() == {"a": 4 * FRAME, "b": 4 * FRAME}
+
+
+def test_a_tier_that_is_down_forgets_no_account(buffer: FrameBuffer) -> None:
+    """A breaker says of every block that it is not there; that is no news of what is used."""
+    faulty = FaultyTier(MemoryTier())
+    tier = TenantQuotas(Breaker(faulty, failures=1, reset_s=0.0), {"a": 2 * FRAME})
+    for number in range(2):
+        tier.write(*buffer.fill(key("a", number), 8192))
+    faulty.schedule = always(Fault.REFUSED)
+    for number in range(2, 5):
+        with pytest.raises(TierUnavailable):
+            tier.write(*buffer.fill(key("a", number), 8192))
+    assert tier.used_bytes() == {"a": 2 * FRAME}
+    faulty.schedule = None
+    tier.write(*buffer.fill(key("a", 6), 8192))
+    assert tier.used_bytes() == {"a": 2 * FRAME}
+    assert sum(faulty.inner.contains(keys_of("a", range(7)))) == 2
+
+
+def test_a_tier_that_must_be_asked_is_listed_behind_the_scenes(buffer: FrameBuffer) -> None:
+    class Remote(MemoryTier):
+        local_index = False
+
+    inner = Remote()
+    for number in range(3):
+        inner.write(*buffer.fill(key("a", number), 8192))
+    tier = TenantQuotas(inner, {"a": 3 * FRAME})
+    deadline = time.monotonic() + WAIT_S
+    while tier.used_bytes() != {"a": 3 * FRAME}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    tier.write(*buffer.fill(key("a", 3), 8192))
+    assert sum(tier.contains(keys_of("a", range(4)))) == 3
+    tier.close()
+
+
+def test_writers_of_one_tenant_do_not_share_a_room(buffer: FrameBuffer) -> None:
+    class Watched(MemoryTier):
+        """Sees what a tenant has at most."""
+
+        most = 0
+
+        def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
+            super().write(key, header, payload)
+            self.most = max(self.most, sum(nbytes for _, nbytes in self.usage()))
+
+    inner = Watched()
+    tier = TenantQuotas(inner, {"a": 3 * FRAME})
+
+    def work(turn: int) -> None:
+        mine = FrameBuffer(8192)
+        for number in range(turn, 200, 4):
+            tier.write(*mine.fill(key("a", number), 8192))
+
+    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inner.most <= (3 + 4) * FRAME, "more than what its writers have in their hands"
+    assert sum(nbytes for _, nbytes in inner.usage()) == 3 * FRAME
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from("wrd"), st.sampled_from("ab"), st.integers(0, 7), st.integers(1, 3)),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps)
+def test_against_a_plain_model(program: list[tuple[str, str, int, int]]) -> None:
+    """Only tenant a has a quota, of so many bytes; blocks are of one to three pages."""
+    quota = 9 * PAGE_BYTES
+    tier = TenantQuotas(MemoryTier(), {"a": quota})
+    model: dict[str, OrderedDict[Key, int]] = {"a": OrderedDict(), "b": OrderedDict()}
+    mine = FrameBuffer(3 * PAGE_BYTES)
+    for verb, tenant, number, pages in program:
+        held, name = model[tenant], key(tenant, number)
+        if verb == "w":
+            nbytes = held.get(name, (1 + pages) * PAGE_BYTES)  # an existing key keeps its block
+            tier.write(*mine.fill(name, nbytes - PAGE_BYTES))
+            held.pop(name, 0)
+            while tenant == "a" and sum(held.values()) + nbytes > quota:
+                held.popitem(last=False)
+            held[name] = nbytes
+        elif verb == "r":
+            assert bool(tier.read(name, mine.header, mine.payload)) == (name in held)
+            if name in held:
+                held.move_to_end(name)
+        else:
+            tier.delete([name])
+            held.pop(name, None)
+        assert dict(tier.usage()) == {**model["a"], **model["b"]}
+        assert tier.used_bytes().get("a", 0) == sum(model["a"].values())
+
+
+# --- L2 ------------------------------------------------------------------------------------------
+
+
+def brain_of(slots: int, quotas: dict[str, int], tiers: int = 0) -> Brain:
+    brain = Brain(
+        slots, LRU(), write_policy("write_through"), tiers=tiers, flights_max=4, quotas=quotas
+    )
+    brain.add_client(1)
+    return brain
+
+
+def put(brain: Brain, tenant: str, *numbers: int) -> int:
+    """Save these; how many found no slot."""
+    answer = brain.admit(1, keys_of(tenant, numbers), 4096)
+    brain.commit(1, [slot for _, slot in answer.grants])
+    brain.check()
+    return answer.dropped
+
+
+def held(brain: Brain, tenant: str) -> set[int]:
+    return {n for n in range(16) if brain.match([key(tenant, n)], 4096)}
+
+
+def test_l2_a_tenant_over_its_quota_evicts_its_own() -> None:
+    brain = brain_of(6, {"a": 2})
+    put(brain, "b", 0, 1, 2)
+    put(brain, "a", 0, 1)
+    put(brain, "a", 2)
+    # The deepest block of a run is the coldest: the first save leaves its first block.
+    assert held(brain, "a") == {0, 2}
+    assert held(brain, "b") == {0, 1, 2}
+    assert brain.stats()["slots_free"] == 1, "took a free slot beyond its quota"
+    assert brain.stats()["tenants"] == {"a": 2, "b": 3}
+
+
+def test_l2_a_run_longer_than_the_quota_keeps_its_head() -> None:
+    brain = brain_of(8, {"*": 3})
+    assert put(brain, "a", 0, 1, 2, 3, 4) == 2
+    assert held(brain, "a") == {0, 1, 2}
+    assert brain.stats()["over_quota"] == 1
+    assert put(brain, "b", 0, 1, 2) == 0
+
+
+def test_l2_what_a_tenant_reads_now_is_not_taken_from_it() -> None:
+    brain = brain_of(8, {"a": 2})
+    put(brain, "a", 0, 1)
+    plan = brain.lease(1, keys_of("a", [0, 1]), 4096, [None, None], "ticket")
+    assert len(plan.ready) == 2
+    assert put(brain, "a", 2) == 1
+    assert held(brain, "a") == {0, 1}
+    brain.release(1, [slot for _, slot in plan.ready])
+    assert put(brain, "a", 2) == 0
+    assert len(held(brain, "a")) == 2
+
+
+def test_l2_loads_and_adopted_blocks_count_too() -> None:
+    brain = brain_of(8, {"a": 1}, tiers=1)
+    plan = brain.lease(1, keys_of("a", [0, 1]), 4096, [0, 0], "ticket")
+    assert len(plan.flights) == 1
+    assert plan.reason == "no free slot"
+    assert brain.adopt(key("a", 2), 4096, 0) is None
+    assert brain.adopt(key("b", 2), 4096, 0) is not None
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"), st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)
+        ),
+        max_size=40,
+    )
+)
+def test_l2_nobody_ever_has_more_than_its_quota(saves: list[tuple[str, list[int]]]) -> None:
+    brain = brain_of(7, {"a": 2, "*": 3})
+    for tenant, numbers in saves:
+        put(brain, tenant, *numbers)
+        for name, most in (("a", 2), ("b", 3), ("c", 3)):
+            assert len(held(brain, name)) <= most
+        # Its own blocks are not evicted for a run, so they may be all that the tenant may have.
+        assert numbers[0] in held(brain, tenant) or held(brain, tenant) <= set(numbers)

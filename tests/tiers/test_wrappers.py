@@ -1,0 +1,338 @@
+"""Wrappers against faults on purpose, on a clock that stands still."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import TierError, TierFull, TierUnavailable
+from kvstore.testing.clock import FakeClock
+from kvstore.testing.faults import Fault, FaultyTier, always, in_turn
+from kvstore.testing.frames import FrameBuffer, key_of
+from kvstore.testing.tier_suite import TierSuite
+from kvstore.tiers.base import PAGE_BYTES, Tier
+from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.wrappers import MAX_GROWTH, MAX_RATE_WAIT_S, Breaker, Deadline, RateLimit, Retry
+
+MIB = 1 << 20
+
+
+class RemoteTier(MemoryTier):
+    """A memory tier whose `contains` would go over a network."""
+
+    local_index = False
+
+
+class TestWrapped(TierSuite):
+    """A healthy tier behind every wrapper is still a tier."""
+
+    def open_tier(self, tmp_path: Path, capacity_bytes: int) -> Tier:
+        limited = RateLimit(
+            MemoryTier(capacity_bytes), read_bytes_per_s=1e12, write_bytes_per_s=1e12
+        )
+        return Breaker(Deadline(Retry(FaultyTier(limited)), 60.0))
+
+
+class Rig:
+    """A breaker around a deadline around faults around a tier, and one block in it."""
+
+    def __init__(self, inner: Tier | None = None, *, failures: int = 3) -> None:
+        self.clock = FakeClock()
+        self.buffer = FrameBuffer(PAGE_BYTES)
+        self.faulty = FaultyTier(inner or MemoryTier(MIB))
+        self.faulty.write(*self.buffer.fill(key_of(1), 4000))
+        self.breaker = Breaker(
+            Deadline(self.faulty, 2.0, clock=self.clock),
+            failures=failures,
+            reset_s=10.0,
+            clock=self.clock,
+        )
+
+    def read(self) -> int:
+        return self.breaker.read(key_of(1), self.buffer.header, self.buffer.payload)
+
+    def fail(self, times: int) -> None:
+        self.faulty.schedule = always(Fault.REFUSED)
+        for _ in range(times):
+            with pytest.raises(TierUnavailable):
+                self.read()
+        self.faulty.schedule = None
+
+    def calls(self) -> int:
+        return len(self.faulty.calls)
+
+
+def test_a_wrapper_has_the_capabilities_of_what_it_wraps() -> None:
+    tier = RemoteTier(MIB, name="far")
+    tier.workers_read = 7  # type: ignore[misc]
+    outer = Breaker(Deadline(tier, 1.0))
+    assert (outer.name, outer.workers_read, outer.local_index) == ("far", 7, False)
+    assert Breaker(MemoryTier(MIB)).local_index is True
+
+
+def test_failures_in_a_row_take_the_tier_down() -> None:
+    rig = Rig()
+    rig.fail(2)
+    assert rig.read() == PAGE_BYTES, "a success in between starts the count again"
+    rig.fail(2)
+    assert rig.breaker.up()
+    rig.fail(1)
+    assert not rig.breaker.up()
+    calls = rig.calls()
+    assert rig.breaker.contains([key_of(1), key_of(2)]) == [False, False]
+    assert rig.read() == 0
+    with pytest.raises(TierUnavailable, match="is down"):
+        rig.breaker.write(*rig.buffer.fill(key_of(2), 100))
+    with pytest.raises(TierUnavailable):
+        rig.breaker.delete([key_of(1)])
+    assert rig.calls() == calls, "the tier was called while down"
+    assert rig.breaker.stats()["state"] == "down"
+
+
+def test_only_unavailable_counts() -> None:
+    rig = Rig(failures=1)
+    rig.faulty.schedule = always(Fault.ERROR)
+    with pytest.raises(TierError):
+        rig.read()
+    rig.faulty.schedule = always(Fault.FULL)
+    with pytest.raises(TierFull):
+        rig.breaker.write(*rig.buffer.fill(key_of(2), 100))
+    assert rig.breaker.up()
+
+
+def test_a_probe_decides_and_failed_ones_wait_longer() -> None:
+    rig = Rig()
+    rig.fail(3)
+    wait_s = 10.0
+    for _ in range(8):
+        rig.clock.advance(wait_s - 0.01)
+        assert rig.read() == 0
+        rig.clock.advance(0.02)
+        rig.fail(1)
+        wait_s = min(2 * wait_s, 10.0 * MAX_GROWTH)
+    rig.clock.advance(wait_s)
+    assert rig.breaker.contains([key_of(1)]) == [True], "a local index proves nothing"
+    assert not rig.breaker.up()
+    assert rig.read() == PAGE_BYTES
+    assert rig.breaker.up()
+    rig.fail(3)
+    rig.clock.advance(10.0)
+    assert rig.read() == PAGE_BYTES, "after a good probe the wait is short again"
+
+
+def test_contains_of_a_remote_tier_is_a_probe() -> None:
+    rig = Rig(RemoteTier(MIB))
+    rig.fail(3)
+    assert rig.breaker.contains([key_of(1)]) == [False]
+    rig.clock.advance(10.0)
+    assert rig.breaker.contains([key_of(1)]) == [True]
+    assert rig.breaker.up()
+
+
+def test_a_hung_call_is_told_and_everything_else_answers_at_once() -> None:
+    rig = Rig()
+    rig.faulty.schedule = in_turn([Fault.HUNG])
+    mine = FrameBuffer(PAGE_BYTES)
+    got: list[int] = []
+
+    def hang() -> None:
+        got.append(rig.breaker.read(key_of(1), mine.header, mine.payload))
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    assert rig.faulty.wait_hung()
+    assert rig.breaker.overdue() == 0.0
+    rig.clock.advance(1.9)
+    assert rig.breaker.up()
+    rig.clock.advance(1.1)
+    assert rig.breaker.overdue() == pytest.approx(1.0)
+    assert rig.breaker.contains([key_of(1)]) == [False]
+    assert rig.read() == 0
+    with pytest.raises(TierUnavailable):
+        rig.breaker.write(*rig.buffer.fill(key_of(2), 100))
+    rig.clock.advance(1000.0)
+    assert rig.read() == 0, "no probe is sent after a call that still hangs"
+    rig.faulty.release()
+    thread.join(30)
+    assert got == [PAGE_BYTES], "what came late is right all the same"
+    assert rig.breaker.overdue() == 0.0
+    assert rig.read() == PAGE_BYTES
+    assert rig.breaker.up()
+    assert rig.breaker.stats()["late"] == 1
+
+
+def test_only_one_probe_at_a_time() -> None:
+    rig = Rig()
+    rig.fail(3)
+    rig.clock.advance(10.0)
+    rig.faulty.schedule = in_turn([Fault.HUNG])
+    mine = FrameBuffer(PAGE_BYTES)
+    thread = threading.Thread(target=lambda: rig.breaker.read(key_of(1), mine.header, mine.payload))
+    thread.start()
+    assert rig.faulty.wait_hung()
+    calls = rig.calls()
+    assert rig.read() == 0
+    assert rig.calls() == calls
+    rig.faulty.release()
+    thread.join(30)
+    assert rig.read() == PAGE_BYTES
+
+
+def test_calls_that_end_late_count_as_failures() -> None:
+    rig = Rig()
+    rig.faulty = FaultyTier(rig.faulty.inner, always(Fault.SLOW), slow_s=3.0, sleep=rig.clock.sleep)
+    breaker = Breaker(
+        Deadline(rig.faulty, 2.0, clock=rig.clock), failures=2, reset_s=10.0, clock=rig.clock
+    )
+    for _ in range(2):
+        assert breaker.up()
+        assert breaker.read(key_of(1), rig.buffer.header, rig.buffer.payload) == PAGE_BYTES
+    assert not breaker.up()
+
+
+def test_retry_tries_again_and_no_more_than_it_may() -> None:
+    clock = FakeClock()
+    rig = Rig()
+    retry = Retry(rig.faulty, tries=3, wait_s=0.5, sleep=clock.sleep)
+    rig.faulty.schedule = in_turn([Fault.REFUSED, Fault.REFUSED, None])
+    assert retry.read(key_of(1), rig.buffer.header, rig.buffer.payload) == PAGE_BYTES
+    assert clock() == 1.0
+    rig.faulty.schedule = always(Fault.REFUSED)
+    before = rig.calls()
+    with pytest.raises(TierUnavailable):
+        retry.contains([key_of(1)])
+    assert rig.calls() - before == 3
+    rig.faulty.schedule = always(Fault.ERROR)
+    before = rig.calls()
+    with pytest.raises(TierError):
+        retry.delete([key_of(1)])
+    assert rig.calls() - before == 1, "what is permanent is not tried again"
+
+
+def test_a_rate_is_kept_in_each_direction() -> None:
+    clock = FakeClock()
+    buffer = FrameBuffer(MIB)
+    tier = RateLimit(
+        MemoryTier(64 * MIB),
+        read_bytes_per_s=2 * MIB,
+        write_bytes_per_s=MIB,
+        burst_bytes=MIB,
+        clock=clock,
+        sleep=clock.sleep,
+    )
+    # One is paid for by the burst, and nobody has waited yet for the last one.
+    for number in range(12):
+        tier.write(*buffer.fill(key_of(number), MIB))
+    assert clock() == pytest.approx(10.0, rel=0.02)
+    clock.advance(100.0)
+    began = clock()
+    for number in range(12):
+        assert tier.read(key_of(number), buffer.header, buffer.payload) == MIB
+    assert clock() - began == pytest.approx(5.0, rel=0.1)
+
+
+def test_a_read_pays_for_what_it_got_and_not_for_its_buffer() -> None:
+    clock = FakeClock()
+    small, large = FrameBuffer(PAGE_BYTES), FrameBuffer(16 * MIB)
+    tier = RateLimit(
+        MemoryTier(64 * MIB),
+        read_bytes_per_s=MIB,
+        burst_bytes=17 * MIB,
+        clock=clock,
+        sleep=clock.sleep,
+    )
+    for number in range(8):
+        tier.write(*small.fill(key_of(number), 100))
+    for number in range(16):  # half of them find nothing
+        tier.read(key_of(number), large.header, large.payload)
+    assert clock() == 0.0, "waited for bytes that were never read"
+    for _ in range(20_000):
+        assert tier.read(key_of(1), small.header, small.payload) == PAGE_BYTES
+    assert clock() > 0.0, "what was read is free"
+
+
+def test_a_direction_without_a_rate_is_not_held() -> None:
+    clock = FakeClock()
+    buffer = FrameBuffer(MIB)
+    tier = RateLimit(
+        MemoryTier(64 * MIB), read_bytes_per_s=10.0, clock=clock, sleep=clock.sleep, burst_bytes=1
+    )
+    for number in range(20):
+        tier.write(*buffer.fill(key_of(number), MIB))
+    assert tier.read(key_of(0), buffer.header, buffer.payload) == MIB
+    with pytest.raises(TierUnavailable):
+        tier.read(key_of(1), buffer.header, buffer.payload)
+
+
+def test_large_slots_and_small_frames_keep_the_whole_rate() -> None:
+    """Nothing is refused for what a buffer could have taken."""
+    clock = FakeClock()
+    frame, slot = FrameBuffer(2 * MIB), FrameBuffer(32 * MIB)
+    tier = RateLimit(
+        MemoryTier(64 * MIB),
+        read_bytes_per_s=10 * MIB,
+        burst_bytes=MIB,
+        clock=clock,
+        sleep=clock.sleep,
+    )
+    for number in range(8):
+        tier.write(*frame.fill(key_of(number), 2 * MIB))
+    for number in range(64):
+        assert tier.read(key_of(number % 8), slot.header, slot.payload) == 2 * MIB
+    assert clock() == pytest.approx(64 * 2 / 10, rel=0.1)
+
+
+def test_a_transfer_that_would_wait_too_long_is_refused() -> None:
+    clock = FakeClock()
+    buffer = FrameBuffer(MIB)
+    tier = RateLimit(
+        MemoryTier(64 * MIB),
+        read_bytes_per_s=1000.0,
+        write_bytes_per_s=1000.0,
+        burst_bytes=5000.0,
+        clock=clock,
+        sleep=clock.sleep,
+    )
+    tier.write(*buffer.fill(key_of(0), MIB))
+    with pytest.raises(TierUnavailable, match="rate"):
+        tier.write(*buffer.fill(key_of(1), MIB))
+    assert clock() <= MAX_RATE_WAIT_S
+    assert tier.contains([key_of(0), key_of(1)]) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (Fault.REFUSED, TierUnavailable),
+        (Fault.ERROR, TierError),
+        (Fault.FULL, TierFull),
+    ],
+)
+def test_faults_are_what_they_say(fault: Fault, expected: type[TierError]) -> None:
+    buffer = FrameBuffer(PAGE_BYTES)
+    faulty = FaultyTier(MemoryTier(MIB), always(fault))
+    with pytest.raises(expected):
+        faulty.write(*buffer.fill(key_of(1), 100))
+    faulty.schedule = None
+    faulty.write(*buffer.fill(key_of(1), 100))
+    assert faulty.contains([key_of(1)]) == [True]
+    assert faulty.calls == [("write", fault), ("write", None), ("contains", None)]
+
+
+@pytest.mark.parametrize("fault", [Fault.CORRUPTED, Fault.TRUNCATED])
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_damage_on_purpose_is_seen_by_the_checks(fault: Fault, verb: str) -> None:
+    from kvstore.errors import FrameInvalid
+
+    buffer = FrameBuffer(4 * PAGE_BYTES)
+    faulty = FaultyTier(MemoryTier(MIB), always(fault, verb))
+    frame = buffer.fill(key_of(1), 4 * PAGE_BYTES)
+    before = bytes(frame[2])
+    faulty.write(*frame)
+    assert bytes(frame[2]) == before, "the caller's buffer is not what is damaged"
+    length = faulty.read(key_of(1), buffer.header, buffer.payload)
+    assert length > 0
+    with pytest.raises((FrameInvalid, AssertionError)):
+        buffer.version_of(key_of(1), length)
