@@ -39,7 +39,7 @@ from kvstore.cache.tunables import Dials
 from kvstore.cache.write_policy import WritePolicy
 
 
-class Brain:
+class L2Manager:
     """Tables of one slab. See the module's text.
 
     slots: of the slab. tiers: how many tiers lie below. flights_max: loads in progress at most,
@@ -152,7 +152,7 @@ class Brain:
 
     # --- loads --------------------------------------------------------------------------
 
-    def asked(self, keys: Sequence[Key]) -> None:
+    def record_lookup(self, keys: Sequence[Key]) -> None:
         """Somebody asks for this run, from a prompt's first block on."""
         with self.lock:
             self._policy.asked(keys)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvstore.blocks import frame
 from kvstore.blocks.key import Key, Namespace
 from kvstore.cache.commands import Flight, Spill
-from kvstore.cache.manager import Brain
+from kvstore.cache.manager import L2Manager
 from kvstore.cache.slots import WORKERS
 from kvstore.errors import FrameInvalid, TierFull
 from kvstore.shm.slab import Slab
@@ -33,7 +33,7 @@ class FrameDoor:
 
     def __init__(
         self,
-        brain: Brain,
+        brain: L2Manager,
         slab: Slab,
         tiers: Sequence[Tier],
         *,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvstore.cache.manager import Brain
+from kvstore.cache.manager import L2Manager
 from kvstore.cache.write_policy import WritePolicy
 from kvstore.config.units import format_bytes
 from kvstore.errors import ConfigError
@@ -55,7 +55,7 @@ class Regulator:
 
     def __init__(
         self,
-        brain: Brain,
+        brain: L2Manager,
         workers: Sequence[TierWorkers],
         budgets: Budgets,
         carry_out: CarryOut,

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvstore.blocks.key import Key
 from kvstore.cache.commands import Flight
-from kvstore.cache.manager import Brain
+from kvstore.cache.manager import L2Manager
 from kvstore.store import block_io
 from kvstore.store.tier_workers import Probe, TierWorkers
 
@@ -22,7 +22,7 @@ L2: Final = "l2"
 class Finder:
     """Finds blocks in one store. `workers`: those of each tier, fastest first."""
 
-    def __init__(self, brain: Brain, workers: Sequence[TierWorkers]) -> None:
+    def __init__(self, brain: L2Manager, workers: Sequence[TierWorkers]) -> None:
         self._brain = brain
         self._workers = list(workers)
         self._remote = [w for w in workers if not w.tier.local_index]

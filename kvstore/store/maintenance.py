@@ -17,7 +17,7 @@ from typing import Final
 from kvstore.blocks import frame
 from kvstore.blocks.key import Key
 from kvstore.cache.commands import Flight, Spill
-from kvstore.cache.manager import Brain
+from kvstore.cache.manager import L2Manager
 from kvstore.cache.slots import WORKERS
 from kvstore.errors import FrameInvalid
 from kvstore.interface import Ticket
@@ -50,7 +50,7 @@ class Pinned:
 
 
 def pin_run(
-    brain: Brain,
+    brain: L2Manager,
     session: Session,
     hashes: Sequence[bytes],
     deadline_s: float,
@@ -93,7 +93,7 @@ def _await(session: Session, ticket: Ticket, deadline_s: float) -> None:
 class Ageing:
     """Evicts from L2 what has been there for `ttl_s` seconds, until `close`."""
 
-    def __init__(self, brain: Brain, ttl_s: float, carry_out: CarryOut) -> None:
+    def __init__(self, brain: L2Manager, ttl_s: float, carry_out: CarryOut) -> None:
         assert ttl_s > 0
         self.ttl_s = ttl_s
         self._brain = brain
@@ -133,7 +133,7 @@ class Warmer:
     cannot list their keys, and blocks that do not come whole, are passed over.
     """
 
-    def __init__(self, brain: Brain, slab: Slab, tiers: Sequence[Tier]) -> None:
+    def __init__(self, brain: L2Manager, slab: Slab, tiers: Sequence[Tier]) -> None:
         self._brain = brain
         self._slab = slab
         self.tiers = list(tiers)

@@ -237,7 +237,7 @@ class Session:
     def _hear(self, hashes: Sequence[bytes], keys: Sequence[Key]) -> None:
         """Somebody asks for this run: for the order of eviction, and for statistics."""
         with self._brain.lock:
-            self._brain.asked(keys)
+            self._brain.record_lookup(keys)
             if self.meter is not None:
                 self.meter.asked(hashes)
 

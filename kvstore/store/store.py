@@ -24,7 +24,7 @@ from kvstore.blocks import frame
 from kvstore.blocks.key import Key, Namespace
 from kvstore.cache.commands import Flight, Landing, Spill, Spilled
 from kvstore.cache.eviction import EvictionPolicy, eviction_policy
-from kvstore.cache.manager import Brain
+from kvstore.cache.manager import L2Manager
 from kvstore.cache.slots import WORKERS
 from kvstore.cache.write_policy import WritePolicy
 from kvstore.codecs.chooser import Chooser
@@ -108,7 +108,7 @@ class Store:
         self._meters = Meters()
         self._closing = False
         policy = eviction_policy(eviction, slab.slots) if isinstance(eviction, str) else eviction
-        self.brain = Brain(
+        self.brain = L2Manager(
             slab.slots,
             policy,
             write_policy or WritePolicy(),

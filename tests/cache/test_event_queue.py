@@ -9,7 +9,7 @@ import pytest
 from kvstore.blocks.key import Key
 from kvstore.cache import event_queue
 from kvstore.cache.eviction import LRU
-from kvstore.cache.manager import Brain
+from kvstore.cache.manager import L2Manager
 from kvstore.cache.write_policy import WritePolicy
 
 NBYTES = 4096
@@ -20,13 +20,13 @@ def key(number: int) -> Key:
     return Key("team", "space", number.to_bytes(32, "big"))
 
 
-def brain_of(slots: int) -> Brain:
-    brain = Brain(slots, LRU(), WritePolicy(), tiers=0, flights_max=1)
+def brain_of(slots: int) -> L2Manager:
+    brain = L2Manager(slots, LRU(), WritePolicy(), tiers=0, flights_max=1)
     brain.add_client(CLIENT)
     return brain
 
 
-def save(brain: Brain, *numbers: int, commit: bool = True) -> None:
+def save(brain: L2Manager, *numbers: int, commit: bool = True) -> None:
     grants = brain.admit(CLIENT, [key(number) for number in numbers], NBYTES).grants
     slots = [slot for _, slot in grants]
     brain.commit(CLIENT, slots) if commit else brain.abandon(CLIENT, slots)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstore.blocks.key import Key
 from kvstore.cache.commands import Admission, Flight, LoadPlan, Spill, Spilled, Waiter
 from kvstore.cache.eviction import LRU
-from kvstore.cache.manager import Brain
+from kvstore.cache.manager import L2Manager
 from kvstore.cache.pending_writes import STALL_OFFERS
 from kvstore.cache.slots import PINS, WORKERS
 from kvstore.cache.write_policy import WRITE_POLICIES, write_policy
@@ -54,7 +54,7 @@ class BrainAgainstModel(RuleBasedStateMachine):
         self.slots, self.tiers, self.flights_max = slots, tiers, flights_max
         self.stall_offers = stall_offers
         self.write = write_policy(write)
-        self.brain = Brain(
+        self.brain = L2Manager(
             slots,
             LRU(),
             self.write,
@@ -498,24 +498,24 @@ TestBrainAgainstModel.settings = settings(
 # --- single rules, each told by an example ------------------------------------------------------
 
 
-def make(slots: int, write: str = "write_through", tiers: int = 0, flights_max: int = 8) -> Brain:
-    brain = Brain(slots, LRU(), write_policy(write), tiers=tiers, flights_max=flights_max)
+def make(slots: int, write: str = "write_through", tiers: int = 0, flights_max: int = 8) -> L2Manager:
+    brain = L2Manager(slots, LRU(), write_policy(write), tiers=tiers, flights_max=flights_max)
     brain.add_client(1)
     brain.add_client(2)
     return brain
 
 
-def store(brain: Brain, *numbers: int, client: int = 1) -> list[Spill]:
+def store(brain: L2Manager, *numbers: int, client: int = 1) -> list[Spill]:
     answer = brain.admit(client, [KEYS[n] for n in numbers], NBYTES)
     assert len(answer.grants) == len(numbers)
     return answer.spills + brain.commit(client, [slot for _, slot in answer.grants])
 
 
-def resident(brain: Brain) -> set[int]:
+def resident(brain: L2Manager) -> set[int]:
     return {n for n, key in enumerate(KEYS) if brain.match([key], NBYTES)}
 
 
-def lease(brain: Brain, client: int, *numbers: int, tier: int | None = None) -> LoadPlan:
+def lease(brain: L2Manager, client: int, *numbers: int, tier: int | None = None) -> LoadPlan:
     keys = [KEYS[n] for n in numbers]
     return brain.lease(client, keys, NBYTES, [tier] * len(keys), "ticket")
 

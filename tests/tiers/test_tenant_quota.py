@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvstore.blocks.key import Key
 from kvstore.cache.eviction import LRU
-from kvstore.cache.manager import Brain
+from kvstore.cache.manager import L2Manager
 from kvstore.cache.write_policy import write_policy
 from kvstore.errors import TierFull, TierUnavailable
 from kvstore.testing.faults import Fault, FaultyTier, always
@@ -270,15 +270,15 @@ def test_against_a_plain_model(program: list[tuple[str, str, int, int]]) -> None
 # --- L2 ------------------------------------------------------------------------------------------
 
 
-def brain_of(slots: int, quotas: dict[str, int], tiers: int = 0) -> Brain:
-    brain = Brain(
+def brain_of(slots: int, quotas: dict[str, int], tiers: int = 0) -> L2Manager:
+    brain = L2Manager(
         slots, LRU(), write_policy("write_through"), tiers=tiers, flights_max=4, quotas=quotas
     )
     brain.add_client(1)
     return brain
 
 
-def put(brain: Brain, tenant: str, *numbers: int) -> int:
+def put(brain: L2Manager, tenant: str, *numbers: int) -> int:
     """Save these; how many found no slot."""
     answer = brain.admit(1, keys_of(tenant, numbers), 4096)
     brain.commit(1, [slot for _, slot in answer.grants])
@@ -286,7 +286,7 @@ def put(brain: Brain, tenant: str, *numbers: int) -> int:
     return answer.dropped
 
 
-def held(brain: Brain, tenant: str) -> set[int]:
+def held(brain: L2Manager, tenant: str) -> set[int]:
     return {n for n in range(16) if brain.match([key(tenant, n)], 4096)}
 
 
