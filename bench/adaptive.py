@@ -69,8 +69,8 @@ class Rig:
                     session,
                     runner.pool,
                     BLOCK_TOKENS,
-                    policy=policy if name == "adaptive" else WaitComplete(cap_ms=WAIT_MS),
-                    deadline_ms=WAIT_MS,
+                    policy=policy if name == "adaptive" else WaitComplete(max_wait_ms=WAIT_MS),
+                    max_wait_ms=WAIT_MS,
                     min_load_tokens=1,
                 )
             self.engines[name] = Engine(

@@ -105,12 +105,12 @@ def measure(kind: str, dtype: str, blocks: list[memoryview], repeats: int) -> di
     for block, frame, length in zip(blocks, frames, lengths, strict=True):
         if length:
             codec.decode(frame[:length], back[:raw_bytes])
-            assert back[:raw_bytes] == block, f"{codec.name} does not give a block back"
+            assert back[:raw_bytes] == block, f"{codec.frame_id} does not give a block back"
     total = raw_bytes * len(blocks)
     stored = sum(length or raw_bytes for length in lengths)
     return {
         "dtype": dtype,
-        "codec": codec.name,
+        "codec": codec.frame_id,
         "block_bytes": raw_bytes,
         "ratio": round(total / stored, 3),
         "encode_mb_s": round(total / encode_s / 1e6),

@@ -20,15 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvstore.blocks.frame import padded
+from kvstore.blocks.frame import padded_bytes
 from kvstore.cache.eviction import eviction_policy
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import disk
-from kvstore.tiers.disk.files import PAGE
+from kvstore.tiers.disk.files import SECTOR_BYTES
 from kvstore.tiers.disk.lockfile import LOCK_BYTES
-from kvstore.tiers.disk.volume import OVERHEAD_PAGES
+from kvstore.tiers.disk.volume import OVERHEAD_SECTORS
 
-FRAME_BYTES = 2 * PAGE
+FRAME_BYTES = 2 * SECTOR_BYTES
 ENTRY_BYTES = 150
 """Room that a segment keeps for a block in its index, at most."""
 
@@ -62,18 +62,18 @@ def by_block(trace: Sequence[Request], blocks: int, order: str) -> float:
     resident: set[int] = set()
     hit = 0
     for request in trace:
-        policy.asked(request.run)
+        policy.on_lookup(request.run)
         held = next((n for n, key in enumerate(request.run) if key not in resident), None)
         hit += request.hit(len(request.run) if held is None else held)
         for key in reversed(request.run):
             if key in resident:
-                policy.touched(key)
+                policy.on_access(key)
             else:
                 resident.add(key)
-                policy.inserted(key)
+                policy.on_insert(key)
         while len(resident) > blocks:
-            victim = next(iter(policy.victims()))
-            policy.removed(victim)
+            victim = next(iter(policy.eviction_order()))
+            policy.on_remove(victim)
             resident.discard(victim)
     return 100 * hit / sum(request.tokens for request in trace)
 
@@ -83,16 +83,16 @@ def by_segment(
 ) -> tuple[float, int]:
     """The hit rate of a real tier, and the most blocks that it held."""
     in_one = blocks // segments
-    segment = in_one * FRAME_BYTES + OVERHEAD_PAGES * PAGE + padded(in_one * ENTRY_BYTES)
+    segment = in_one * FRAME_BYTES + OVERHEAD_SECTORS * SECTOR_BYTES + padded_bytes(in_one * ENTRY_BYTES)
     place = tempfile.mkdtemp(dir=directory)
     config = disk.Config(
         directory=place, capacity=segments * segment + LOCK_BYTES, segment=segment, eviction=order
     )
     tier = disk.open(config)
-    buffer = FrameBuffer(PAGE)
+    buffer = FrameBuffer(SECTOR_BYTES)
     hit = most = 0
     try:
-        _, header, payload = buffer.fill(key_of(0), PAGE)
+        _, header, payload = buffer.fill(key_of(0), SECTOR_BYTES)
         for request in trace:
             keys = [key_of(number) for number in request.run]
             there = tier.contains(keys)
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("trace")
     parser.add_argument("--blocks", type=int, default=16384)
     parser.add_argument("--segments", default="8,64,512")
-    parser.add_argument("--orders", default="lru,lfu,s3fifo,cost,auto")
+    parser.add_argument("--orders", default="lru,lfu,s3fifo,gdsf,auto")
     parser.add_argument("--directory", default=tempfile.gettempdir())
     arguments = parser.parse_args()
     trace = read_trace(arguments.trace)

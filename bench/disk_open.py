@@ -72,7 +72,7 @@ def make(folder: Path, blocks: int) -> int:
             name = hashlib.sha256(b"%d" % block).digest()
             entries.add(Key("tenant", NAMESPACE, name), page, FRAME_PAGES)
             page += FRAME_PAGES
-        segment.adopt(entries, page)
+        segment.restore_entries(entries, page)
         segment.seal(files)
         files.close(segment.fd)
     return segments

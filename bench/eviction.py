@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from kvstore.analysis.simulate.formats import read_trace
 from kvstore.analysis.simulate.levels import Level
 from kvstore.analysis.simulate.optimal import optimal_hit_rates
 from kvstore.analysis.simulate.replay import hit_rates
-from kvstore.analysis.simulate.traces import read_trace
 
-FIXED = ("lru", "lfu", "s3fifo", "cost")
+FIXED = ("lru", "lfu", "s3fifo", "gdsf")
 
 
 def main() -> None:

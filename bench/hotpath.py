@@ -21,7 +21,7 @@ from pathlib import Path
 
 import kvstore
 from kvstore.blocks.key import Namespace
-from kvstore.interface import BlockStore, Ticket
+from kvstore.interface import BlockStore, Operation
 from kvstore.testing.processes import Sidecar
 
 NAMESPACE = Namespace(model="bench", layers=2, kv_heads=2, head_dim=64)
@@ -36,7 +36,7 @@ def echo(sock: socket.socket, other_end: socket.socket) -> None:
         sock.sendall(data)
 
 
-def until_done(store: BlockStore, ticket: Ticket) -> None:
+def until_done(store: BlockStore, ticket: Operation) -> None:
     while not ticket.done:
         assert store.poll(5.0), f"no answer: {ticket.fault}"
 
@@ -53,7 +53,7 @@ def p50_us(call: Callable[[], None], calls: int) -> float:
 def fill(store: BlockStore, hashes: list[bytes]) -> None:
     save = store.save(hashes)
     until_done(store, save)
-    assert len(save.grants) == len(hashes), "the slab is too small for this batch"
+    assert len(save.slot_assignments) == len(hashes), "the slab is too small for this batch"
     store.commit(save)
 
 
@@ -99,7 +99,7 @@ def run(calls: int, rounds: int, batch: int) -> list[dict[str, float | str]]:
     figures: dict[str, list[dict[str, float]]] = {"echo": [], "sidecar": [], "embedded": []}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kv.sock"
-        with Sidecar(path, "--l2", l2, "--slot", slot) as sidecar, kvstore.open(l2, slot) as store:
+        with Sidecar(path, "--l2", l2, "--slot-bytes", slot) as sidecar, kvstore.open(l2, slot) as store:
             sidecar.wait_ready()
             stores: dict[str, BlockStore] = {
                 "sidecar": kvstore.connect(str(path), NAMESPACE),

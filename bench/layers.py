@@ -2,10 +2,10 @@
 
     python bench/layers.py [FOLDER]
 
-A room is a folder of modules, or a module that stands alone at the top of the package. Its floor is
-the length of the longest chain of imports below it; rooms that import each other share one. A circle
-is a set of modules that import each other, directly or through others. Every import counts: also one
-inside a function, and one for type checking only.
+A room is a folder of modules, or a module that stands alone at the top of the package. Its floor
+is the length of the longest chain of imports below it; rooms that import each other share one. A
+circle is a set of modules that import each other, directly or through others. Every import counts:
+also one inside a function, and one for type checking only.
 """
 
 from __future__ import annotations
@@ -120,7 +120,11 @@ def main() -> None:
     print(f"{len(rooms)} rooms on {max(level.values()) + 1} floors, {arrows} arrows")
     for name, graph in (("rooms", rooms), ("modules", modules)):
         found = circles(graph)
-        print(f"{len(found)} circles of {name}", *(" <-> ".join(circle) for circle in found), sep="\n  ")
+        print(
+            f"{len(found)} circles of {name}",
+            *(" <-> ".join(circle) for circle in found),
+            sep="\n  ",
+        )
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ class Tree:
                 (lambda t=tokens[:end], p=pages[: end // self.page_tokens]: self.cache.insert(t, p))
                 for end in ends
             )
-            self.pool.drop(pages)
+            self.pool.drop_ref(pages)
         return times
 
     def some(self, count: int = SAMPLES) -> Iterator[np.ndarray]:
@@ -128,7 +128,7 @@ class Tree:
         """Insert as somebody who keeps no page for himself."""
         pages = self.pool.alloc(len(tokens) // self.page_tokens)
         self.cache.insert(tokens, pages)
-        self.pool.drop(pages)
+        self.pool.drop_ref(pages)
 
     def branch(self, tokens: np.ndarray) -> None:
         """Let another prompt part after each piece, so that no two nodes of the path merge."""
@@ -203,7 +203,7 @@ def inserts(tree: Tree) -> dict[str, Times]:
         found[name] = []
         for tokens in tree.some(SAMPLES // 2):
             found[name] += timed(iter([ready(tokens, known, new)]))
-            tree.pool.drop(release.pop())
+            tree.pool.drop_ref(release.pop())
     return found
 
 

@@ -46,7 +46,7 @@ class Tier:
     def __init__(self, address: tuple[str, int], threads: int) -> None:
         host, port = address
         config = redis.Config(
-            host=host, port=port, connections=max(2, threads), timeout_ms=20_000, prefix="bench"
+            host=host, port=port, connections=max(2, threads), timeout=20_000, prefix="bench"
         )
         self._tier = redis.open(config)
 

@@ -28,7 +28,7 @@ from kvstore.blocks.key import Key
 from kvstore.errors import TierError
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import s3
-from kvstore.tiers.base import PAGE_BYTES
+from kvstore.tiers.base import IO_ALIGNMENT
 from kvstore.tiers.s3.tier import S3Tier
 
 SIZES = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "2 MiB": 2 << 20, "32 MiB": 32 << 20}
@@ -74,7 +74,7 @@ class Bench:
         self.nbytes = nbytes
         self.threads = threads
         self.count = max(threads, min(MAX_BLOCKS, WRITTEN_BYTES // nbytes))
-        self.total = self.count * (nbytes + PAGE_BYTES)
+        self.total = self.count * (nbytes + IO_ALIGNMENT)
         self.buffers = [FrameBuffer(nbytes) for _ in range(threads)]
         self.frames = [buffer.fill(key_of(0), nbytes) for buffer in self.buffers]
         self.free = list(range(threads))
@@ -126,13 +126,13 @@ class Bench:
 
     def _bare_put(self, tier: S3Tier) -> dict[str, float]:
         """As many objects of as many bytes as the tier has made."""
-        segments = list(tier._catalog.segments.values())
+        segments = list(tier._index.segments.values())
         _, header, payload = self.frames[0]
 
         def put(number: int) -> None:
             frames = len(segments[number].entries)
             name = f"{self.config.prefix}bare/{number}"
-            tier._client.put(name, [header, payload] * frames, absent=True)
+            tier._client.put(name, [header, payload] * frames, if_absent=True)
 
         meter = Meter(put, len(segments), self.config.uploads)
         for number in range(len(segments)):
@@ -142,9 +142,9 @@ class Bench:
     def _places(self, tier: S3Tier, keys: list[Key]) -> list[tuple[str, int]]:
         places = []
         for key in keys:
-            found = tier._catalog.find(key)
+            found = tier._index.find(key)
             assert found is not None
-            places.append((found[0].name, found[1] * PAGE_BYTES))
+            places.append((found[0].name, found[1] * IO_ALIGNMENT))
         return places
 
     def _bare_get(self, tier: S3Tier, keys: list[Key]) -> dict[str, float]:
@@ -153,7 +153,7 @@ class Bench:
         def get(number: int, mine: int) -> None:
             name, first = places[number]
             views = self.frames[mine][1:]
-            tier._client.get(name, first, first + self.nbytes + PAGE_BYTES - 1, views)
+            tier._client.get(name, first, first + self.nbytes + IO_ALIGNMENT - 1, views)
 
         runs = [self._meter(get), self._meter(get)]
         return figures("bare_get", min(runs, key=lambda run: run.wall_s), self.total)
@@ -163,10 +163,10 @@ class Bench:
 
         def get(number: int, mine: int) -> None:
             name, first = places[number]
-            wanted = f"bytes={first}-{first + self.nbytes + PAGE_BYTES - 1}"
+            wanted = f"bytes={first}-{first + self.nbytes + IO_ALIGNMENT - 1}"
             reply = self.boto.get_object(Bucket=self.config.bucket, Key=name, Range=wanted)
             body = reply["Body"].read()
-            self.buffers[mine].payload[:] = memoryview(body)[PAGE_BYTES:]
+            self.buffers[mine].payload[:] = memoryview(body)[IO_ALIGNMENT:]
 
         return figures("boto3_get", self._meter(get), self.total)
 
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    more = {"writers": arguments.threads, "prefix": "bench/", "linger": 20}
+    more = {"writer_threads": arguments.threads, "prefix": "bench/", "linger": 20}
     with ExitStack() as stack:
         if arguments.bucket:
             values = {"bucket": arguments.bucket, "endpoint": arguments.endpoint, **more}

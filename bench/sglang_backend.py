@@ -132,15 +132,15 @@ class KVStore:
         config = folder / "kvstore.toml"
         config.write_text(
             f'[[tiers]]\nkind = "disk"\ndirectory = "{folder}/disk"\ncapacity = {4 * slab}\n'
-            f'codec = "{codec}"\nqueue_ms = 0\n[limits]\nqueue_blocks = {2 * pages}\n'
+            f'codec = "{codec}"\nqueue_time = 0\n[limits]\nwrite_queue_blocks = {2 * pages}\n'
         )
-        flags = ("--l2", str(slab), "--slot", str(PAGE_BYTES), "--config", str(config))
+        flags = ("--l2", str(slab), "--slot-bytes", str(PAGE_BYTES), "--config", str(config))
         self.sidecar = Sidecar(folder / "kv.sock", *flags)
         self.sidecar.wait_ready()
         self.pool = pool
         chosen = {"socket": self.sidecar.socket, "interface_v1": 1, "http": self.sidecar.url}
-        slow = {"base_ms": 60_000, "cap_ms": 60_000}
-        self.backend = KVStoreBackend(storage_config({**chosen, "deadline": slow}))
+        slow = {"base": 60_000, "max": 60_000}
+        self.backend = KVStoreBackend(storage_config({**chosen, "max_wait": slow}))
         self.backend.register_mem_pool_host(pool)
 
     def set(self, keys: list[str], pages: Sequence[int]) -> bool:
@@ -283,7 +283,7 @@ def steps_ms() -> dict[str, float]:
     pool = HostPool(16)
     noise = torch.Generator().manual_seed(1)
     pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=noise, dtype=torch.float32))
-    codec = codecs.open("zstd-planes/2")
+    codec = codecs.codec_by_frame_id("zstd-planes/2")
     raw, slot = aligned_buffer(PAGE_BYTES), aligned_buffer(PAGE_BYTES)
     packed = aligned_buffer(codec.bound(PAGE_BYTES))
     times: dict[str, list[float]] = {"decode": [], "verify": [], "copy": []}

@@ -24,10 +24,10 @@ BLOCK_TOKENS = 256
 TRAFFIC = Traffic(rate=50, prefix=2048, prefixes=2000, turns=6, turn=400, output=300, gap=120)
 SHAPES = {
     "L2 of 65,536 blocks, lru": ["--l2-blocks", "65536"],
-    "the same, and the optimum": ["--l2-blocks", "65536", "--optimum"],
+    "the same, and the optimum": ["--l2-blocks", "65536", "--offline-optimal"],
     "L1 of 4,096, L2 of 65,536, L3 of 524,288, lfu, timeout": [
         *("--l1-blocks", "4096", "--l2-blocks", "65536", "--l3-blocks", "524288"),
-        *("--eviction", "lfu", "--prefetch", "timeout"),
+        *("--eviction", "lfu", "--load-policy", "timeout"),
     ],
 }
 
@@ -37,14 +37,14 @@ def write_trace(path: Path, requests: int) -> tuple[int, int]:
     asked = most = 0
     with path.open("w") as file:
         for request in generate(TRAFFIC, requests, BLOCK_TOKENS):
-            asked += len(request.run)
-            most = max(most, request.run[-1] + 1)
+            asked += len(request.block_ids)
+            most = max(most, request.block_ids[-1] + 1)
             row = {
                 "timestamp": round(request.time_s * 1e3),
                 "input_length": request.tokens,
                 "output_length": request.output_tokens,
                 "block_size": BLOCK_TOKENS,
-                "hash_ids": request.run,
+                "hash_ids": request.block_ids,
             }
             file.write(json.dumps(row) + "\n")
     return asked, most
@@ -52,7 +52,7 @@ def write_trace(path: Path, requests: int) -> tuple[int, int]:
 
 def replay(path: Path, arguments: list[str]) -> tuple[float, float, int, dict[str, float]]:
     """Seconds, those of CPU, the most bytes resident, and the figures."""
-    optimum = [] if "--optimum" in arguments else ["--no-optimum"]
+    optimum = [] if "--offline-optimal" in arguments else ["--no-offline-optimal"]
     reader, writer = os.pipe()
     start_s = time.monotonic()
     child = os.fork()

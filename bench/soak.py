@@ -118,12 +118,12 @@ class Engine(threading.Thread):
         self.counts.update(loaded.tiers)
         session.release(loaded)
         save = session.save(run)
-        for index, slot in save.grants:
+        for index, slot in save.slot_assignments:
             block = np.frombuffer(session.slab_of(save).view(slot), np.uint8)
             block[: session.namespace.block_bytes] = content(
                 run[index], session.namespace.block_bytes
             )
-        self.counts["saved"] += len(save.grants)
+        self.counts["saved"] += len(save.slot_assignments)
         if self._random.random() < 0.02:
             session.release(save)
         else:
@@ -207,11 +207,11 @@ def open_store(directories: Sequence[Path], tiers: Sequence[dict[str, Any]]) -> 
     reached: list[dict[str, Any]] = [disk]
     for table in tiers:
         try:
-            kvstore.open(l2="1MiB", slot="64KiB", tiers=(table,)).close()
+            kvstore.open(l2="1MiB", slot_bytes="64KiB", tiers=(table,)).close()
             reached.append(table)
         except ConfigError as error:
             print(f"left out: {error}", file=sys.stderr)
-    return kvstore.open(l2=L2_BYTES, slot="64KiB", tiers=tuple(reached))
+    return kvstore.open(l2=L2_BYTES, slot_bytes="64KiB", tiers=tuple(reached))
 
 
 def soak(

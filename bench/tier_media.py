@@ -20,7 +20,7 @@ from typing import Any, Final
 import kvstore
 from kvstore.blocks.frame import HEADER_BYTES, aligned_buffer
 from kvstore.blocks.key import Namespace
-from kvstore.interface import BlockStore, Load, Save, SlotBuffer, Ticket
+from kvstore.interface import BlockStore, Load, Operation, Save, SlabView
 from kvstore.shm.slab import Slab
 from kvstore.store.store import Store
 from kvstore.testing.frames import FrameBuffer, key_of
@@ -235,9 +235,9 @@ class L2Medium(Medium):
         session, nbytes = self.session, self.nbytes
         ticket = session.save(hashes)
         self._done(ticket)
-        assert len(ticket.grants) == len(hashes), "no slot"
+        assert len(ticket.slot_assignments) == len(hashes), "no slot"
         view = self._slab(ticket).view
-        for index, slot in ticket.grants:
+        for index, slot in ticket.slot_assignments:
             start = (first + index) % self.count * nbytes
             view(slot)[:nbytes] = self.source[start : start + nbytes]
         session.commit(ticket)
@@ -253,11 +253,11 @@ class L2Medium(Medium):
             self.plain[start : start + nbytes] = view(slot)[:nbytes]
         session.release(ticket)
 
-    def _done(self, ticket: Ticket) -> None:
+    def _done(self, ticket: Operation) -> None:
         while not ticket.done:
             assert self.session.poll(WAIT_S), "nothing moved"
 
-    def _slab(self, ticket: Load | Save) -> SlotBuffer:
+    def _slab(self, ticket: Load | Save) -> SlabView:
         slab = self.session.slab_of(ticket)
         assert slab is not None, "the store is gone"
         return slab
@@ -274,7 +274,7 @@ class SidecarMedium(L2Medium):
     def open_session(self, slots: int) -> BlockStore:
         self.folder = tempfile.TemporaryDirectory()
         path = Path(self.folder.name) / "kv.sock"
-        sizes = ("--l2", str(slots * self.nbytes), "--slot", str(self.nbytes))
+        sizes = ("--l2", str(slots * self.nbytes), "--slot-bytes", str(self.nbytes))
         self.sidecar = Sidecar(path, *sizes)
         self.sidecar.wait_ready()
         return kvstore.connect(str(path), space_of(self.nbytes))
@@ -383,7 +383,7 @@ def contains_local(tier: str, directory: str) -> dict[str, float]:
             hashes = [key_of(number).hash for number in range(CONTAINS_BLOCKS)]
             for start in range(0, CONTAINS_BLOCKS, 64):
                 ticket = session.save(hashes[start : start + 64])
-                assert len(ticket.grants) == 64
+                assert len(ticket.slot_assignments) == 64
                 session.commit(ticket)
                 assert store.flush(WAIT_S)
             if tier == "disk":

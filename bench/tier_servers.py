@@ -115,7 +115,7 @@ class RedisMedium(TierMedium):
 
     def __init__(self, nbytes: int, port: int) -> None:
         super().__init__(nbytes)
-        self.open_tier(redis.open(redis.Config(host="127.0.0.1", port=port, timeout_ms=30_000)))
+        self.open_tier(redis.open(redis.Config(host="127.0.0.1", port=port, timeout=30_000)))
         most = max(self.threads.values())
         self.bare = [Bare(port) for _ in range(most)]
 
@@ -226,7 +226,7 @@ class S3Medium(TierMedium):
         super().__init__(nbytes)
         self.server = server
         self.bucket = server.new_bucket()
-        config = server.config(self.bucket, writers=S3_AT_ONCE, downloads=S3_AT_ONCE)
+        config = server.config(self.bucket, writer_threads=S3_AT_ONCE, reader_threads=S3_AT_ONCE)
         self.uploads = config.uploads
         self.open_tier(s3.open(config))
         self.frame_bytes = nbytes + HEADER_BYTES

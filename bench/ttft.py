@@ -53,8 +53,8 @@ class Rig:
             self.session,
             runner.pool,
             BLOCK_TOKENS,
-            policy=WaitComplete(cap_ms=WAIT_MS),
-            deadline_ms=WAIT_MS,
+            policy=WaitComplete(max_wait_ms=WAIT_MS),
+            max_wait_ms=WAIT_MS,
             min_load_tokens=0,
         )
         self.engine = Engine(

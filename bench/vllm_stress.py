@@ -54,13 +54,13 @@ class Stress:
         model = folder / "model"
         write_model(model, "llama", 1)
         self.sidecar = Sidecar(
-            folder, "--l2", "16MiB", "--slot", "128KiB",
+            folder, "--l2", "16MiB", "--slot-bytes", "128KiB",
             "--disk", str(folder / "disk"), "--disk-capacity", "64MiB",
         )  # fmt: skip
         self.right = Engine(folder / "right.log", python)
         self.right.start(model, num_gpu_blocks_override=2048, max_num_seqs=REQUESTS)
         self.tested = Engine(folder / "tested.log", python)
-        prefetch = {"policy": "timeout", "cap_ms": 2000, "min_tokens": 64}
+        prefetch = {"policy": "timeout", "max_wait": 2000, "min_load_tokens": 64}
         self.tested.start(
             model,
             kv_transfer_config=connector(self.sidecar.socket, prefetch=prefetch)
@@ -175,7 +175,7 @@ class Stress:
                 self.wrong.append(f"{side}: {held[side][name]} {name}")
         for name in ("loaded", "failed", "saved"):
             self.counts[name] = int(metrics.get(f"vllm:kvstore_blocks_{name}", 0))
-        name = "saves_cut_by_preemption"
+        name = "saves_preempted"
         self.counts[name] = int(metrics.get(f"vllm:kvstore_{name}", 0))
 
     def look_at_tier(self) -> None:

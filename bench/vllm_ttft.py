@@ -37,7 +37,7 @@ from vllm_rig import Engine, Sidecar, connector, our_tier, tier
 
 COLUMNS: Final = ("plain", "cold", "own", "L2", "disk", "tier", "tier disk", "fs")
 LIMIT_TOKENS: Final = 2048
-PATIENT: Final = {"policy": "wait_complete", "cap_ms": 60_000, "min_tokens": 0}
+PATIENT: Final = {"policy": "wait_complete", "max_wait": 60_000, "min_load_tokens": 0}
 HOST_BYTES: Final = 64 << 20
 
 
@@ -52,13 +52,13 @@ class Bench:
         model = folder / "model"
         write_model(model, "llama", 1)
         self.sidecar = Sidecar(
-            folder, "--l2", "256MiB", "--slot", "128KiB",
+            folder, "--l2", "256MiB", "--slot-bytes", "128KiB",
             "--disk", str(folder / "disk"), "--disk-capacity", "4GiB",
         )  # fmt: skip
         files = {"type": "fs", "root_dir": str(folder / "fs")}
         transfers: dict[str, Any] = {
             "plain": None,
-            "connector": connector(self.sidecar.socket, prefetch=PATIENT, reply_limit_ms=60_000),
+            "connector": connector(self.sidecar.socket, prefetch=PATIENT, response_timeout=60_000),
             "tier": tier(HOST_BYTES, our_tier(self.sidecar.socket, deadline_ms=60_000)),
             "fs": tier(HOST_BYTES, files),
         }

@@ -1,7 +1,7 @@
-"""Writes cli.md from the command line itself, and configuration.md from the configuration's models.
+"""Generates cli.md from the commands, and configuration.md from the configuration's models.
 
 python docs/generate.py            # writes both
-python docs/generate.py --check    # exit code 1 when one is stale
+python docs/generate.py --check    # exits with 1 if one is out of date
 """
 
 from __future__ import annotations
@@ -15,63 +15,71 @@ from typing import Any, get_type_hints
 import typer
 
 from kvstore.cli import build_app
-from kvstore.cli.common.config_keys import Knob, common_tier_keys, knobs, sections, tier_models
+from kvstore.cli.common.config_keys import (
+    ConfigKey,
+    common_tier_keys,
+    config_keys,
+    sections,
+    tier_models,
+)
 from kvstore.config.settings import TierSettings
-from kvstore.service.reload import ENGINES, RELOADS
+from kvstore.service.reload import ENGINE_SECTIONS, RELOADABLE
 
 HERE = Path(__file__).parent
 
 CLI_HEAD = """\
 # The command line
 
-Made from the commands themselves by `docs/generate.py`; a test says when it is stale.
+Generated from the commands by `docs/generate.py`. A test fails if this page is out of date.
 
 ```bash
 kvstore --help
 kvstore serve --help
 ```
 
-Every command that prints results takes `--json`: one JSON object on stdout, and nothing else there.
-Progress and warnings go to stderr, and only progress where stderr is a terminal. `KVSTORE_*` and
-configuration files: [configuration.md](configuration.md).
+Every command that prints results takes `--json`: it then prints one JSON object to stdout and
+nothing else. Warnings and progress go to stderr, progress only if stderr is a terminal. `KVSTORE_*`
+and configuration files: [configuration.md](configuration.md).
 
 ## Exit codes
 
 | Code | Meaning |
 | --- | --- |
-| 0 | done |
-| 1 | the command did its work, and the answer is no: a frame is bad, not all is pinned, a tier cannot be listed, a check or a request failed. The command's own text says which |
-| 2 | a mistake in the command line or the configuration, or what it needs is not there (no sidecar, no extra installed): one line on stderr, and nothing was done |
+| 0 | success |
+| 1 | the command ran and found a problem: a corrupt frame, not every block pinned, a tier that cannot be listed, a failed check or request. The command's own text has the details |
+| 2 | an error in the command line or the configuration, or something required is missing (no sidecar, no extra installed): one line on stderr, nothing was done |
 | 130 | interrupted by Ctrl-C |
-| 141 | whoever read its output left (`kvstore ... \\| head`) |
+| 141 | the reader of its output has exited (`kvstore ... \\| head`) |
 
 ## Completion
 
-For bash, zsh and fish, in the shell that is to complete:
+For bash, zsh and fish, in the shell where you want completion:
 
 ```bash
 kvstore --install-completion
 kvstore --show-completion
 ```
 
-The second prints what the first installs.
+The first command installs the completion. The second prints it.
 """  # noqa: E501
 
 CONFIGURATION_HEAD = """\
 # Configuration
 
-Made from the configuration's models by `docs/generate.py`; a test says when it is stale.
+Generated from the configuration's models by `docs/generate.py`. A test fails if this page is out of
+date.
 
-One tree, for the sidecar, the engines and the connectors. Later sources win:
+One tree of keys for the sidecar, the engines and the connectors. Later sources override earlier
+ones:
 
 1. the defaults below,
 2. a TOML file (`--config FILE`),
-3. the environment: `KVSTORE_` and the path in the tree joined by two underscores, as
-   `KVSTORE_L2__BYTES=4GiB`; lists and tables as JSON, as `KVSTORE_TIERS='[{"kind": "memory"}]'`,
+3. the environment: `KVSTORE_` and the path of the key, joined by two underscores, as in
+   `KVSTORE_L2__BYTES=4GiB`; lists and tables as JSON, as in `KVSTORE_TIERS='[{"kind": "memory"}]'`,
 4. the command line: a command's own options, and `--set KEY=VALUE` for any key.
 
-Tables are laid over one another key by key, lists are replaced whole. A key that is none is an
-error that names the nearest right one.
+Tables are merged key by key. Lists are replaced as a whole. An unknown key is an error; the message
+suggests the closest valid key.
 
 ```toml
 [l2]
@@ -88,25 +96,25 @@ socket = "/run/kvstore.sock"
 ```
 
 ```bash
-kvstore config show --config kvstore.toml     # every value in force, and where it comes from
-kvstore config check kvstore.toml             # every mistake of a file; nothing is opened for it
+kvstore config show --config kvstore.toml     # every effective value, with its source
+kvstore config check kvstore.toml             # every error of a file; opens nothing
 kvstore config schema                         # JSON Schema, for editors
-kvstore config reload                         # have a running sidecar read its file anew
+kvstore config reload                         # make a running sidecar read its file again
 ```
 
 **Units.** A *size* is a number of bytes or text with a unit: `4GiB`, `500MB` (KiB is 1,024 bytes,
 kB 1,000). A *time* is a number of milliseconds or text: `250ms`, `1.5s`, `2m`, `1h`.
 
 **Reload.** On SIGHUP, and on `kvstore config reload` (`POST /v1/reload`, for the administrator),
-the sidecar reads its file again. If all of it is right, and only keys changed that say *yes* below,
-all of them take effect at once; otherwise nothing changes, and one line says why: what is wrong, or
-that a restart is needed. Environment and command line are those of its start. Keys that say
-*engines* are read by engines when they start; the sidecar has no use for them.
+the sidecar reads its file again. If the file is valid, and all changed keys say *yes* below, the
+changes take effect together. Otherwise nothing changes, and one line gives the reason: an error, or
+a key that needs a restart. Environment variables and command-line options are read only at start.
+Keys that say *engines* are read by engines at start. The sidecar does not use them.
 """
 
 
 def cli_page() -> str:
-    """The text of cli.md."""
+    """Return the text of cli.md."""
     parts = [CLI_HEAD, "## Commands"]
     for path, command in sorted(_commands(typer.main.get_command(build_app()))):
         parts.append(f"### kvstore {path}\n\n{_paragraphs(command.help)}")
@@ -140,8 +148,10 @@ def _argument(param: Any) -> str:
 
 
 def _value_of(param: Any, kinds: Mapping[str, Any]) -> str:
-    """A word for an option's value, by the annotation of its function: typer has kept it in several
-    places."""
+    """Return a word for an option's value, from the annotation in its function.
+
+    The annotation is the stable source: typer has kept the type in several places.
+    """
     if param.metavar:
         return str(param.metavar)
     kind = str(kinds.get(param.name, ""))
@@ -160,7 +170,7 @@ def _option(param: Any, kinds: Mapping[str, Any]) -> tuple[str, str, str]:
 def _default(param: Any) -> str:
     default = param.default
     if param.required:
-        return "needed"
+        return "required"
     if default is None or default == "" or default is False or callable(default):
         return ""
     if isinstance(default, list | tuple):
@@ -169,44 +179,44 @@ def _default(param: Any) -> str:
 
 
 def configuration_page() -> str:
-    """The text of configuration.md."""
+    """Return the text of configuration.md."""
     parts = [CONFIGURATION_HEAD]
     for name, model in sections().items():
         parts.append(f"## [{name}]\n\n{_paragraphs(model.__doc__)}")
-        parts.append(_keys(list(knobs(model, name)), name, environment=True))
+        parts.append(_keys(list(config_keys(model, name)), name, environment=True))
     parts.append(f"## [[tiers]]\n\n{_paragraphs(TierSettings.__doc__)}")
     parts.append(
-        "In the environment the whole list is one value, `KVSTORE_TIERS`, as JSON. Keys that a "
-        "tier of any kind has:"
+        "In the environment, the whole list is one value, `KVSTORE_TIERS`, as JSON. Every tier has "
+        "these keys:"
     )
-    parts.append(_keys(list(knobs(TierSettings)), "tiers"))
+    parts.append(_keys(list(config_keys(TierSettings)), "tiers"))
     for kind, model in tier_models().items():
-        own = [knob for knob in knobs(model) if knob.path not in common_tier_keys()]
+        own = [key for key in config_keys(model) if key.path not in common_tier_keys()]
         parts.append(f'### kind = "{kind}"\n\n{_paragraphs(model.__doc__)}')
         parts.append(_keys(own, "tiers"))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _keys(of: Sequence[Knob], section: str, *, environment: bool = False) -> str:
+def _keys(keys: Sequence[ConfigKey], section: str, *, environment: bool = False) -> str:
     rows = []
-    for knob in of:
-        key = knob.path.rpartition(".")[2]
-        default = "needed" if knob.default is None else f"`{knob.default}`"
-        meaning = knob.meaning or "Its name in locations and metrics."
-        row = [f"`{key}`", default, knob.unit, _reloads(section, key), meaning]
-        rows.append([*row, f"`{knob.environment}`"] if environment else row)
+    for key in keys:
+        name = key.path.rpartition(".")[2]
+        default = "required" if key.default is None else f"`{key.default}`"
+        meaning = key.meaning or "Name of the tier in metrics and messages."
+        row = [f"`{name}`", default, key.unit, _reloads(section, name), meaning]
+        rows.append([*row, f"`{key.environment}`"] if environment else row)
     head = ["key", "default", "unit", "reloads", "meaning"]
     return _table([*head, "environment"] if environment else head, rows)
 
 
 def _reloads(section: str, key: str) -> str:
-    if section in ENGINES:
+    if section in ENGINE_SECTIONS:
         return "engines"
-    return "yes" if f"{section}.{key}" in RELOADS else "no"
+    return "yes" if f"{section}.{key}" in RELOADABLE else "no"
 
 
 def _paragraphs(text: str | None) -> str:
-    """A docstring as paragraphs of one line each."""
+    """Return a docstring as paragraphs of one line each."""
     return "\n\n".join(
         " ".join(part.split()) for part in inspect.cleandoc(text or "").split("\n\n")
     )
@@ -226,7 +236,7 @@ PAGES = {"cli.md": cli_page, "configuration.md": configuration_page}
 
 
 def stale() -> list[str]:
-    """Pages that are not what they would be made now."""
+    """Return the pages whose text has changed."""
     return [
         name
         for name, make in PAGES.items()
@@ -237,7 +247,7 @@ def stale() -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     if list(arguments) == ["--check"]:
         for name in stale():
-            print(f"docs/{name} is stale; python docs/generate.py writes it anew")
+            print(f"docs/{name} is out of date; run python docs/generate.py")
         return 1 if stale() else 0
     for name in stale():
         (HERE / name).write_text(PAGES[name]())

@@ -1,47 +1,47 @@
-"""The faults kvstore names. A miss is never one of them.
+"""The exceptions of kvstore. A cache miss is never an exception.
 
-Foreign exceptions (OSError, redis, botocore, ...) are mapped to these at the edge of the tier
-that met them, so that everything above knows a handful of words.
+A tier maps foreign exceptions (OSError, redis, botocore, ...) to these, so the code above the tiers
+handles only the classes in this module.
 """
 
 from __future__ import annotations
 
 
 class KVStoreError(Exception):
-    """Base of every fault raised on purpose; its text is one line a user can act on."""
+    """Base class of all errors of kvstore; the text is one line that tells the user what to do."""
 
 
 class ConfigError(KVStoreError):
-    """A user's mistake: names the value that was given and what would be right."""
+    """An invalid setting or argument: the text names the value and a valid one."""
 
 
 class TierError(KVStoreError):
-    """A tier could not do what was asked."""
+    """A tier could not carry out a call."""
 
 
 class TierUnavailable(TierError):
-    """The tier does not answer now (refused, hung, reset); it may again later."""
+    """The tier does not answer now (connection refused, timeout, reset); it may answer later."""
 
 
 class TierFull(TierError):
-    """The tier has no room and could make none."""
+    """The tier has no room and cannot make any."""
 
 
 class FrameTooLarge(TierError):
-    """A tier holds a frame that no block of its key can be: larger than the reader's buffer."""
+    """A tier has a frame larger than the reader's buffer; no block of its key has that size."""
 
 
 class FrameInvalid(KVStoreError):
-    """Bytes at rest or on the wire that are not a frame of ours."""
+    """Bytes at rest or on the wire that are not a valid frame."""
 
 
 class ChecksumMismatch(FrameInvalid):
-    """A frame whose bytes are not the bytes that were written."""
+    """A corrupt frame: its bytes do not match their checksum."""
 
 
 class NamespaceMismatch(FrameInvalid):
-    """A frame, or a request, that speaks of another namespace, tenant or hash than expected."""
+    """A frame or a request has another namespace, tenant or hash than expected."""
 
 
 class StoreClosed(KVStoreError):
-    """The store, session or connection behind this handle is gone."""
+    """The store, session or connection is closed."""

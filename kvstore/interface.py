@@ -1,22 +1,27 @@
-"""The verbs a connector calls, and the tickets they answer with. This file is the tour.
+"""The interface between a connector and the store. Start reading here: this page is the tour.
 
-Two implementations: `store.Session` (the store lives in this process) and `client.Client` (the
-store lives in the node's sidecar, and this process maps its slab). A connector cannot tell which
-it holds, and neither ever blocks it: every verb returns at once with a *ticket* that the store
-goes on filling in, and `poll` hands over the tickets that moved.
+A **connector** is the part of an inference engine that talks to kvstore. It looks up, loads and
+saves blocks through a `BlockStore`. There are two implementations:
 
-A ticket's fields are written by the store's threads (or the client's reader) and read by the one
-thread that asked for it. They only ever grow, and `done` is written last, so reading them needs
-no lock.
+- `store.Session`: the store runs in this process.
+- `ipc.Client`: the store runs in the node's sidecar, and this process maps the sidecar's slab.
 
-Life of a load:   match -> (poll) -> load -> (poll) -> copy out of slots -> release
-Life of a save:   save -> (poll) -> copy into slots -> commit          (or release: give up)
+A connector cannot tell them apart. No call blocks: each one returns an `Operation` at once. The
+store fills it in the background, and `poll` returns the operations that changed. An operation is a
+kind of future whose result grows: a load reports each block as soon as it is readable.
 
-Leases: the slots named by a `Load` or a `Save` are leased to that ticket, from the moment they
-appear in it until `release` or `commit`. While leased, a slot is neither evicted nor overwritten.
-The caller must not hand a ticket back while a copy into or out of its slots may still run.
-Whoever gives up early (a deadline, an abort) simply releases: what was still on its way goes to
-L2 for the next reader, or nowhere.
+Life of a load:  match -> (poll) -> load -> (poll) -> copy out of the slots -> release
+Life of a save:  save -> (poll) -> copy into the slots -> commit, or release to give up
+
+Threads: the connector uses a store from one thread at a time. The store's threads (for a client,
+its reader thread) write an operation's fields, and the connector reads them. No lock is needed:
+the fields only grow, and `done` is set last.
+
+Leases: the slots in a `Load` or a `Save` are leased to that operation from the moment they appear
+until `release` or `commit`. A leased slot is neither evicted nor overwritten. The caller must not
+release or commit while a copy into or out of the slots may still run. A caller that gives up early
+(max wait, abort) calls `release`. Blocks that are still being read then go to L2 for the next
+reader, or are cancelled.
 """
 
 from __future__ import annotations
@@ -29,174 +34,175 @@ from typing import Any, Protocol
 from kvstore.blocks.key import Namespace
 
 
-class Answer(enum.Enum):
-    """What a verb can say. Faults are MISS with a reason in the ticket's `fault`."""
+class LookupStatus(enum.Enum):
+    """Result of a lookup. A lookup that failed is a MISS; the operation's `fault` says why."""
 
     HIT = "hit"
     PENDING = "pending"
     MISS = "miss"
-    BUSY = "busy"
 
 
-class Ticket:
-    """One verb's progress."""
+class Operation:
+    """Progress of one match, load or save."""
 
-    __slots__ = ("done", "fault", "hashes", "ticket_id")
+    __slots__ = ("done", "fault", "hashes", "operation_id")
 
-    def __init__(self, ticket_id: int, hashes: Sequence[bytes]) -> None:
-        self.ticket_id = ticket_id
+    def __init__(self, operation_id: int, hashes: Sequence[bytes]) -> None:
+        self.operation_id = operation_id
         self.hashes: tuple[bytes, ...] = tuple(hashes)
         self.done = False
-        """Nothing more will be added to this ticket."""
+        """The operation has ended; its fields no longer change."""
         self.fault = ""
-        """Why the answer is shorter than it might have been; empty when nothing failed."""
+        """Why the result is shorter than requested; empty if nothing failed."""
 
 
-class Match(Ticket):
-    """How long a leading run of `hashes` the store holds, and where.
+class Match(Operation):
+    """Lookup: how many of the leading blocks of `hashes` are cached, and where.
 
-    tiers: for each block of the run, the name of the fastest tier that holds it ("l2", "disk",
-    ...). A valid, maybe growing, leading run also while not done.
-    behind: once done, indices of blocks behind the run that the store holds too, for who needs
-    more than a run. Left empty where the run was known without asking.
+    tiers: for each leading block, the fastest tier that has it ("l2", "disk", ...). Before `done`
+    the list may still grow, and the blocks in it are valid already.
+    beyond_gap: once done, indices of cached blocks after the first missing one. Empty if a client
+    answered from the shared index, without the sidecar.
     """
 
-    __slots__ = ("behind", "tiers")
+    __slots__ = ("beyond_gap", "tiers")
 
-    def __init__(self, ticket_id: int, hashes: Sequence[bytes]) -> None:
-        super().__init__(ticket_id, hashes)
+    def __init__(self, operation_id: int, hashes: Sequence[bytes]) -> None:
+        super().__init__(operation_id, hashes)
         self.tiers: list[str] = []
-        self.behind: list[int] = []
+        self.beyond_gap: list[int] = []
 
     @property
-    def answer(self) -> Answer:
-        """PENDING until done; then HIT for a run of at least one block, else MISS."""
+    def status(self) -> LookupStatus:
+        """PENDING until done; then HIT if at least the first block is cached, else MISS."""
         if not self.done:
-            return Answer.PENDING
-        return Answer.HIT if self.tiers else Answer.MISS
+            return LookupStatus.PENDING
+        return LookupStatus.HIT if self.tiers else LookupStatus.MISS
 
 
-class Load(Ticket):
-    """A run being brought into slots.
+class Load(Operation):
+    """Load of the leading blocks of `hashes` into slots.
 
-    slots: slot of each block of the leading run that is readable and leased to this ticket.
-    tiers: where each of them came from. Always as long as `slots` (append to tiers first).
+    slots: slots of the leading blocks that are readable; they are leased to this operation.
+    tiers: the tier that each of them came from. It has as many entries as `slots` (the store
+    appends to tiers first).
     """
 
     __slots__ = ("slots", "tiers")
 
-    def __init__(self, ticket_id: int, hashes: Sequence[bytes]) -> None:
-        super().__init__(ticket_id, hashes)
+    def __init__(self, operation_id: int, hashes: Sequence[bytes]) -> None:
+        super().__init__(operation_id, hashes)
         self.tiers: list[str] = []
         self.slots: list[int] = []
 
 
-class Save(Ticket):
-    """Slots to fill with blocks the store lacks.
+class Save(Operation):
+    """Slots to copy new blocks into.
 
-    grants: (index into hashes, slot) for each block to copy. A block absent from it is already
-    held or on its way, or found no slot (`dropped` counts those).
+    slot_assignments: (index into hashes, slot) of each block to copy. Blocks that are not in the
+    list are already cached, in flight, or dropped because no slot was available.
+    dropped: number of blocks that got no slot.
     """
 
-    __slots__ = ("dropped", "grants")
+    __slots__ = ("dropped", "slot_assignments")
 
-    def __init__(self, ticket_id: int, hashes: Sequence[bytes]) -> None:
-        super().__init__(ticket_id, hashes)
-        self.grants: list[tuple[int, int]] = []
+    def __init__(self, operation_id: int, hashes: Sequence[bytes]) -> None:
+        super().__init__(operation_id, hashes)
+        self.slot_assignments: list[tuple[int, int]] = []
         self.dropped = 0
 
 
-class SlotBuffer(Protocol):
-    """A mapped slab, as a connector needs it. `leases.Slab` is one."""
+class SlabView(Protocol):
+    """A mapped slab, as a connector sees it. `shm.slab.Slab` implements it."""
 
     slot_bytes: int
     slots: int
 
     def view(self, slot: int) -> memoryview:
-        """Writable bytes of one slot, `slot_bytes` long and 4 KiB aligned."""
+        """Writable bytes of one slot: `slot_bytes` long, aligned to 4 KiB."""
         ...
 
 
 class BlockStore(Protocol):
-    """The store as one engine sees it: bound to one tenant and one namespace.
+    """The store as one engine sees it, bound to one tenant and one namespace.
 
-    All verbs are called from one thread at a time. None blocks, none raises for a fault of the
-    store: a store that is gone answers with done tickets that hold nothing, and `fault` set.
+    Call it from one thread at a time. No call blocks, and no call raises when the store fails: if
+    the store is unreachable, the call returns an empty operation that is done and has `fault` set.
     """
 
     @property
     def namespace(self) -> Namespace: ...
 
     @property
-    def slab(self) -> SlotBuffer | None:
-        """The slab behind the slots of live tickets; None while the store cannot be reached.
+    def slab(self) -> SlabView | None:
+        """The slab of current operations; None while the store is unreachable.
 
-        After a reconnect this is another slab, and tickets of the old one are done with `fault`
-        set; their slots still lie in the slab that `slab_of` names.
+        After a reconnect this is a new slab, and operations of the old one are done with `fault`
+        set. Their slots are still in the old slab: use `slab_of`.
         """
         ...
 
-    def slab_of(self, ticket: Load | Save) -> SlotBuffer:
-        """The slab this ticket's slots lie in; stays mapped until the ticket is handed back."""
+    def slab_of(self, operation: Load | Save) -> SlabView:
+        """The slab of this operation's slots. It stays mapped until `release` or `commit`."""
         ...
 
     def match(self, hashes: Sequence[bytes]) -> Match:
-        """Ask how much of this run is held. Touches no disk and no network."""
+        """Look up how many leading blocks are cached. Does no disk or network I/O."""
         ...
 
     def load(self, hashes: Sequence[bytes]) -> Load:
-        """Bring this run into slots, from whatever tier is fastest for each block.
+        """Load the leading blocks into slots, each from the fastest tier that has it.
 
-        The run is cut at the first block that is missing, corrupt, or finds no slot.
+        The load is truncated at the first block that is missing or corrupt, or gets no slot.
         """
         ...
 
     def save(self, hashes: Sequence[bytes]) -> Save:
-        """Ask for slots for those of these blocks that are not held yet."""
+        """Request slots for the blocks that are not cached yet."""
         ...
 
     def commit(self, save: Save) -> None:
-        """Every granted slot is filled: publish them and hand the ticket back.
+        """Publish the blocks of a save and end it. All assigned slots must be filled.
 
-        What commit acknowledged, the next match sees, from any engine on the slab.
+        The next match of any engine on this slab finds every block that was committed.
         """
         ...
 
-    def release(self, ticket: Load | Save) -> None:
-        """Hand a ticket back, done or not. Unfilled grants become free slots.
+    def release(self, operation: Load | Save) -> None:
+        """End an operation, done or not. Slots assigned to a save become free again.
 
-        Exactly once per ticket (commit counts); a second time raises AssertionError.
+        Call it exactly once per operation (`commit` counts); a second call raises AssertionError.
         """
         ...
 
-    def poll(self, timeout_s: float = 0.0) -> list[Ticket]:
-        """Tickets that moved since the last poll; waits up to timeout_s for the first."""
+    def poll(self, timeout_s: float = 0.0) -> list[Operation]:
+        """Operations that changed since the last poll; waits up to timeout_s for the first one."""
         ...
 
     def stats(self) -> dict[str, Any]:
-        """Counters, as plain numbers and nested dicts; for humans and metrics."""
+        """Counters as plain numbers and nested dicts, for people and metrics."""
         ...
 
     def close(self) -> None:
-        """Hand back every lease. The caller has no copy running."""
+        """Release every lease. The caller must have no copy running."""
         ...
 
 
 @dataclass(slots=True)
 class HookMatch:
-    """Answer to an engine that asks its connector how much of a request it can load.
+    """A connector's reply when its engine asks how much of a request can be loaded.
 
-    blocks, tiers, more: count only when HIT; one tier name per block. more: later blocks are held
-        or on their way for this request.
-    compute: counts only when PENDING; blocks from `first_block` on that the engine computes
-        meanwhile, 0 to wait.
+    blocks, tiers: number of blocks to load, and the tier of each; only if HIT.
+    more: later blocks of this request are loaded or still loading; only if HIT.
+    compute: number of blocks, from `first_block` on, for the engine to compute meanwhile; 0 to
+        wait. Only if PENDING.
     """
 
-    answer: Answer
+    status: LookupStatus
     blocks: int = 0
     tiers: tuple[str, ...] = ()
     more: bool = False
     compute: int = 0
 
 
-MISS = HookMatch(Answer.MISS)
+MISS = HookMatch(LookupStatus.MISS)

@@ -1,4 +1,4 @@
-"""Engines over real stores, engines without any, and a plain model of what must hit where."""
+"""Engines with and without a store, and a simple model that predicts every hit and its tier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ torch.set_num_threads(1)
 PAGE_TOKENS = 4
 BLOCK_TOKENS = 8
 WAIT_MS = 60_000.0
-"""Cap and deadline where a test wants every block that is there; a hang guard, no measure."""
+"""Maximum wait of tests that expect every cached block. It only guards against hangs."""
 VOCAB = 97
 DISK_BYTES = 16 << 20
 LORAS = {"": None, "fine": 11}
@@ -42,15 +42,15 @@ def tiny_model(seed: int = 1, layers: int = 2) -> LoadedModel:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request: prompt, root of its prefix, length of its output."""
+class PromptRequest:
+    """One request: prompt, cache salt, LoRA adapter and output length."""
 
     tokens: tuple[int, ...]
     salt: str = ""
     lora: str = ""
     max_tokens: int = 6
 
-    def request(self, name: str) -> Request:
+    def to_engine_request(self, name: str) -> Request:
         return Request(
             request_id=name,
             prompt_tokens=self.tokens,
@@ -70,7 +70,7 @@ def make_runner(loaded: LoadedModel, num_pages: int) -> Runner:
 
 
 class Baseline:
-    """What the model says without any cache, one request at a time."""
+    """The model's output without any cache, one request at a time."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._engine = Engine(
@@ -81,28 +81,28 @@ class Baseline:
             runner=make_runner(loaded, 128),
             prefix_cache=False,
         )
-        self._known: dict[Ask, list[int]] = {}
+        self._outputs: dict[PromptRequest, list[int]] = {}
 
-    def tokens(self, ask: Ask) -> list[int]:
-        # A salt changes what may be shared, never what is said.
-        plain = Ask(ask.tokens, "", ask.lora, ask.max_tokens)
-        if plain not in self._known:
-            self._engine.add(plain.request("baseline"))
+    def tokens(self, request: PromptRequest) -> list[int]:
+        # A salt separates cache entries; it does not change the output.
+        unsalted = PromptRequest(request.tokens, "", request.lora, request.max_tokens)
+        if unsalted not in self._outputs:
+            self._engine.add(unsalted.to_engine_request("baseline"))
             [output] = collect(self._engine.run_until_idle(), ["baseline"])
             assert not sum(output.cached.values())
-            self._known[plain] = output.tokens
-        return self._known[plain]
+            self._outputs[unsalted] = output.tokens
+        return self._outputs[unsalted]
 
 
 def make_store(folder: Path, loaded: LoadedModel, *, slots: int = 256) -> Store:
-    """A store of its own slab over a disk tier in `folder`."""
+    """A store with a disk tier in `folder`."""
     slot_bytes = loaded.namespace(BLOCK_TOKENS).block_bytes
     config = disk.Config(directory=str(folder), capacity=DISK_BYTES)
     return Store(Slab.create(slots, slot_bytes), [disk.open(config)])
 
 
-class Served:
-    """An engine over a store: its own session, hooks and pool."""
+class CachedEngine:
+    """An engine with a store: it has its own session, hooks and pool."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Served:
         blocks: BlockStore | None = None,
         tenant: str = "default",
         num_pages: int = 128,
-        deadline_ms: float = WAIT_MS,
+        max_wait_ms: float = WAIT_MS,
         policy: PrefetchPolicy | None = None,
         min_load_tokens: int = 0,
         max_batch_tokens: int = 64,
@@ -128,11 +128,11 @@ class Served:
             blocks,
             runner.pool,
             PAGE_TOKENS,
-            policy=policy or WaitComplete(cap_ms=deadline_ms),
-            deadline_ms=deadline_ms,
+            policy=policy or WaitComplete(max_wait_ms=max_wait_ms),
+            max_wait_ms=max_wait_ms,
             min_load_tokens=min_load_tokens,
         )
-        self.engine = Engine(
+        self.inner = Engine(
             loaded,
             num_pages=num_pages,
             page_tokens=PAGE_TOKENS,
@@ -143,52 +143,53 @@ class Served:
         )
         self._names = 0
 
-    def ask(self, asks: Sequence[Ask]) -> list[Output]:
-        """Run all at once, to their ends."""
-        names = self.submit(asks)
-        return collect(self.engine.run_until_idle(), names)
+    def run(self, requests: Sequence[PromptRequest]) -> list[Output]:
+        """Run all requests concurrently to their ends."""
+        names = self.submit(requests)
+        return collect(self.inner.run_until_idle(), names)
 
-    def submit(self, asks: Sequence[Ask]) -> list[str]:
+    def submit(self, requests: Sequence[PromptRequest]) -> list[str]:
         names = []
-        for ask in asks:
+        for request in requests:
             self._names += 1
             names.append(f"r{self._names}")
-            self.engine.add(ask.request(names[-1]))
+            self.inner.add(request.to_engine_request(names[-1]))
         return names
 
     def close(self) -> None:
-        """Close everything but the store; fails when pages or leases leaked."""
-        self.engine.check()
+        """Close everything except the store. Fails if pages or leases leaked."""
+        self.inner.check()
         stats = self.hooks.stats()
         assert stats["requests_waiting"] == stats["saves_under_way"] == 0, stats
         assert stats["copies_under_way"] == stats.get("copies_failed", 0) == 0, stats
-        self.engine.close()
+        self.inner.close()
         self.blocks.close()
 
 
-def settle(store: Store) -> None:
-    """Everything saved so far lies on the tiers below too."""
+def flush_store(store: Store) -> None:
+    """Wait until all saved blocks are in the tiers too."""
     assert store.flush(60.0)
 
 
 def check_slots_free(store: Store) -> None:
-    """Nobody holds a lease: once flights have landed and L2 is cleared, every slot is free."""
-    settle(store)
+    """Check that no lease leaked: after all loads have ended and L2 is cleared, every slot is
+    free."""
+    flush_store(store)
     end_s = time.monotonic() + WAIT_MS / 1e3
-    while store.stats()["l2"]["flights"]:
-        assert time.monotonic() < end_s, "a flight never lands"
+    while store.stats()["l2"]["loads_in_flight"]:
+        assert time.monotonic() < end_s, "a load never ends"
         time.sleep(0.01)
     store.clear("l2")
     stats = store.stats()["l2"]
     assert stats["slots_free"] == stats["slots"], stats
 
 
-# What must hit where.
+# The model of expected hits.
 
 
 @dataclass
-class PlainStore:
-    """Which tiers hold each block; a block is named by its root and all tokens up to its end."""
+class ModelStore:
+    """The tiers of each block. A block's key is its root and all tokens up to its end."""
 
     blocks: dict[tuple[Any, ...], set[str]] = field(default_factory=dict)
 
@@ -198,57 +199,57 @@ class PlainStore:
 
 
 @dataclass
-class PlainEngine:
-    """Which prefixes of whole pages an engine keeps, where it never has to evict one."""
+class ModelEngine:
+    """The page prefixes that an engine caches if it never evicts."""
 
-    store: PlainStore
+    store: ModelStore
     min_load_tokens: int = 0
     pages: set[tuple[Any, ...]] = field(default_factory=set)
 
-    def hit(self, ask: Ask) -> dict[str, int]:
-        """Prompt tokens spared, by tier. Blocks that are loaded lie in L2 from then on."""
-        root, length = (ask.lora, ask.salt), len(ask.tokens)
+    def hit(self, request: PromptRequest) -> dict[str, int]:
+        """Hit tokens by tier. LoadDone blocks are in L2 afterwards."""
+        root, length = (request.lora, request.salt), len(request.tokens)
         useful = (length - 1) // PAGE_TOKENS * PAGE_TOKENS
         computed = 0
-        while computed < useful and self._page(root, ask.tokens, computed) in self.pages:
+        while computed < useful and self._page(root, request.tokens, computed) in self.pages:
             computed += PAGE_TOKENS
-        spared = {"l1": computed}
-        run = self._run(root, ask.tokens, computed, useful)
-        for index, tier in run:
+        hits = {"l1": computed}
+        prefix = self._prefix_to_load(root, request.tokens, computed, useful)
+        for index, tier in prefix:
             end = min((index + 1) * BLOCK_TOKENS, useful)
-            spared[tier] = spared.get(tier, 0) + end - computed
+            hits[tier] = hits.get(tier, 0) + end - computed
             computed = end
-            self.store.blocks[self._block(root, ask.tokens, index)].add("l2")
-        return {tier: tokens for tier, tokens in spared.items() if tokens}
+            self.store.blocks[self._block(root, request.tokens, index)].add("l2")
+        return {tier: tokens for tier, tokens in hits.items() if tokens}
 
-    def _run(
+    def _prefix_to_load(
         self, root: tuple[str, str], tokens: tuple[int, ...], computed: int, useful: int
     ) -> list[tuple[int, str]]:
-        """(block, fastest tier) of each block that is worth loading."""
-        run: list[tuple[int, str]] = []
+        """(block, fastest tier) of each block to load."""
+        prefix: list[tuple[int, str]] = []
         index = computed // BLOCK_TOKENS
         while computed < useful and index * BLOCK_TOKENS < useful:
             tiers = self.store.blocks.get(self._block(root, tokens, index))
             if not tiers or (index + 1) * BLOCK_TOKENS > len(tokens):
                 break
-            run.append((index, "l2" if "l2" in tiers else "disk"))
+            prefix.append((index, "l2" if "l2" in tiers else "disk"))
             index += 1
-        if len(run) * BLOCK_TOKENS < self.min_load_tokens:
-            while run and any(tier == "disk" for _, tier in run):
-                run.pop()
-        return run
+        if len(prefix) * BLOCK_TOKENS < self.min_load_tokens:
+            while prefix and any(tier == "disk" for _, tier in prefix):
+                prefix.pop()
+        return prefix
 
-    def served(self, ask: Ask, made: Sequence[int], hit: dict[str, int]) -> None:
-        """The request has ended: its KV, but for the last token's, is kept everywhere.
+    def on_finished(self, request: PromptRequest, made: Sequence[int], hit: dict[str, int]) -> None:
+        """Record a finished request: its KV, except the last token's, is in every tier.
 
-        Blocks hit in L1 are not offered again; what was recomputed is, and is in L2 again.
+        Blocks hit in L1 are not saved again. Recomputed blocks are, so they are in L2 again.
         """
-        root = (ask.lora, ask.salt)
-        tokens = (*ask.tokens, *made)
-        kept = len(tokens) - 1
-        for start in range(0, kept // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
+        root = (request.lora, request.salt)
+        tokens = (*request.tokens, *made)
+        cached = len(tokens) - 1
+        for start in range(0, cached // PAGE_TOKENS * PAGE_TOKENS, PAGE_TOKENS):
             self.pages.add(self._page(root, tokens, start))
-        for index in range(hit.get("l1", 0) // BLOCK_TOKENS, kept // BLOCK_TOKENS):
+        for index in range(hit.get("l1", 0) // BLOCK_TOKENS, cached // BLOCK_TOKENS):
             tiers = self.store.blocks.setdefault(self._block(root, tokens, index), set())
             tiers.update(("l2", "disk"))
 
@@ -259,20 +260,22 @@ class PlainEngine:
         return (*root, *tokens[: (index + 1) * BLOCK_TOKENS])
 
 
-def asks_of(rng: np.random.Generator, count: int, *, longest: int = 90) -> list[Ask]:
-    """Prompts that share prefixes and part anywhere, inside a page too; several roots."""
+def random_requests(
+    rng: np.random.Generator, count: int, *, longest: int = 90
+) -> list[PromptRequest]:
+    """Random prompts with shared prefixes. They diverge anywhere, also inside a page."""
     made: list[tuple[int, ...]] = []
-    asks = []
+    requests = []
     for _ in range(count):
         stem: tuple[int, ...] = ()
         if made and rng.random() < 0.8:
-            whole = made[rng.integers(len(made))]
-            stem = whole[: rng.integers(len(whole) + 1)]
+            earlier = made[rng.integers(len(made))]
+            stem = earlier[: rng.integers(len(earlier) + 1)]
         room = max(1, longest - len(stem))
         tail = rng.integers(0, VOCAB, int(rng.integers(1, room + 1)) if room > 1 else 1)
         tokens = (stem + tuple(tail.tolist()))[:longest]
         made.append(tokens)
         salt = "s" if rng.random() < 0.15 else ""
         lora = "fine" if rng.random() < 0.15 else ""
-        asks.append(Ask(tokens, salt, lora, int(rng.integers(1, 9))))
-    return asks
+        requests.append(PromptRequest(tokens, salt, lora, int(rng.integers(1, 9))))
+    return requests

@@ -1,7 +1,7 @@
-"""Real sidecars for tests, quickly: forked from a process that has imported everything.
+"""Real sidecars for tests, forked quickly from a process that has imported everything.
 
-The child runs `service.serve.serve`, which is all that `kvstore serve` does after reading its
-command line. Signals go to it by its own id.
+The child runs `service.main.serve`, like `kvstore serve` after reading its command line. Tests
+signal it by its own process id.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 from kvstore.blocks.key import Namespace
 from kvstore.cli import main
-from kvstore.config.settings import Settings, merged
-from kvstore.interface import BlockStore, Load, Save, Ticket
-from kvstore.ipc.protocol import Receiver, Verb, hello, pack
-from kvstore.ipc.sidecar_connection import ask_stats
+from kvstore.config.settings import Settings, merge
+from kvstore.interface import BlockStore, Load, Operation, Save
+from kvstore.ipc.protocol import MessageType, Receiver, pack, pack_hello
+from kvstore.ipc.sidecar_connection import request_stats
 from kvstore.service.main import serve
 from kvstore.testing.processes import suspend
 
@@ -32,16 +32,16 @@ NAMESPACE = Namespace(model="m", layers=2, kv_heads=1, head_dim=64, dtype="float
 SLOT_BYTES = NAMESPACE.block_bytes
 SLOTS = 64
 LIMIT_S = 60.0
-"""A hang guard for tests, no measure."""
+"""Timeout of every wait in tests. It only guards against hangs."""
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["kvstore.service.main", "sidecar_rig"])
 
 
 class ForkedSidecar:
-    """A sidecar of `SLOTS` slots on `folder`/kv.sock; overrides as for `Settings.load`.
+    """A sidecar with `SLOTS` slots at `folder`/kv.sock.
 
-    stderr: a file for its log.
+    overrides: see `Settings.load`. stderr: file for its log.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ForkedSidecar:
     ) -> None:
         self._stderr = str(stderr) if stderr is not None else ""
         self.socket = str(folder / "kv.sock")
-        self._overrides = merged(
+        self._overrides = merge(
             {
                 "l2": {"bytes": SLOTS * SLOT_BYTES, "slot_bytes": SLOT_BYTES},
                 "server": {"socket": self.socket, "port": 0},
@@ -60,7 +60,7 @@ class ForkedSidecar:
         self.start()
 
     def start(self) -> None:
-        """Start it (again), and wait until it takes clients."""
+        """Start or restart the sidecar, and wait until it accepts clients."""
         ready, announce = _forks.Pipe(duplex=False)
         arguments = (self._overrides, announce, self._stderr)
         self._process = _forks.Process(target=_serve, args=arguments, daemon=True)
@@ -70,8 +70,8 @@ class ForkedSidecar:
         line = ready.recv()
         self.url = next(word.rstrip(",") for word in line.split() if word.startswith("http"))
 
-    def stats(self, token: str | None = None) -> dict[str, Any]:
-        return ask_stats(self.socket, token)
+    def stats(self, auth_token: str | None = None) -> dict[str, Any]:
+        return request_stats(self.socket, auth_token)
 
     def kill(self) -> None:
         self._process.kill()
@@ -84,7 +84,7 @@ class ForkedSidecar:
         os.kill(self._pid, signal.SIGCONT)
 
     def stop(self) -> int:
-        """Ask it to end; its exit status, 0 when all its assertions held."""
+        """Terminate the sidecar. Returns its exit status: 0 if no assertion failed."""
         self._process.terminate()
         self._process.join(LIMIT_S)
         assert self._process.exitcode is not None, "the sidecar does not end"
@@ -102,11 +102,11 @@ def _serve(overrides: dict[str, Any], announce: Connection, stderr: str) -> None
     serve(Settings.load(None, overrides, environment=False), announce.send)
 
 
-class Stranger:
-    """A process of its own that connects to a Unix socket, hands the connection over, and lives
-    on. To the other side the connection is that process's.
+class PeerProcess:
+    """A separate process that connects to a Unix socket and passes the connection to the test.
+    The sidecar sees that process as its peer.
 
-    sock: the connection; nobody else has it open.
+    sock: the connection; no other process has it open.
     """
 
     def __init__(self, path: str) -> None:
@@ -119,49 +119,49 @@ class Stranger:
         here.close()
 
     def end(self) -> None:
-        """Its connection is closed, its process has ended."""
+        """Close the connection and end the process."""
         self.sock.close()
         self._process.kill()
         self._process.join(LIMIT_S)
 
 
-def _connect(path: str, wire: Connection) -> None:
+def _connect(path: str, pipe: Connection) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(path)
-        send_handle(wire, sock.fileno(), None)
+        send_handle(pipe, sock.fileno(), None)
     time.sleep(600)
 
 
-class Raw(Stranger):
-    """A client in a process of its own that says what the test wants, by hand."""
+class RawClient(PeerProcess):
+    """A client in a separate process that sends raw messages."""
 
     def __init__(self, path: str, first: bytes | None = None) -> None:
         super().__init__(path)
         self.sock.settimeout(30.0)
         self.receiver = Receiver(self.sock)
-        self.sock.sendall(hello(NAMESPACE, None, "raw", 1) if first is None else first)
+        self.sock.sendall(pack_hello(NAMESPACE, None, "raw", 1) if first is None else first)
         data, fds, _, _ = socket.recv_fds(self.sock, 1 << 16, 1)
         for fd in fds:
             os.close(fd)
         self.receiver.feed(data)
         self.welcome: list[Any] = self.receiver.read() if data else []  # type: ignore[assignment]
 
-    def ask(self, *message: Any) -> list[Any]:
+    def request(self, *message: Any) -> list[Any]:
         self.sock.sendall(pack(*message))
         answer = self.receiver.read()
         assert answer is not None
         return answer
 
-    def save(self, number: int, hashes: list[bytes]) -> list[int]:
-        """Slots granted to a save."""
-        answer = self.ask(Verb.SAVE, number, hashes)
-        assert answer[:3] == [Verb.UPDATE, number, True]
+    def save(self, operation_id: int, hashes: list[bytes]) -> list[int]:
+        """Send a save. Returns its assigned slots."""
+        answer = self.request(MessageType.SAVE, operation_id, hashes)
+        assert answer[:3] == [MessageType.UPDATE, operation_id, True]
         slots: list[int] = answer[4][1::2]
         return slots
 
 
 def run_command(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the command `kvstore`, in a process of its own."""
+    """Run the command `kvstore` in a separate process. Returns (exit code, stdout, stderr)."""
     out, err = folder / "stdout", folder / "stderr"
     process = _forks.Process(target=_command, args=(arguments, str(out), str(err)), daemon=True)
     process.start()
@@ -184,7 +184,7 @@ def disk(folder: Path, capacity: str = "64MiB", **more: Any) -> dict[str, Any]:
 
 
 def hashes_of(name: str, count: int) -> list[bytes]:
-    """A chain of `count` made-up hashes."""
+    """`count` artificial block hashes."""
     return [hashlib.sha256(f"{name} {number}".encode()).digest() for number in range(count)]
 
 
@@ -194,13 +194,13 @@ def content(name: bytes, tenant: str = "") -> bytes:
     return seed * (SLOT_BYTES // len(seed))
 
 
-def until_done(store: BlockStore, ticket: Ticket) -> Any:
-    """The ticket, once it is done."""
+def until_done(store: BlockStore, operation: Operation) -> Any:
+    """Poll until the operation is done."""
     deadline = time.monotonic() + LIMIT_S
-    while not ticket.done:
+    while not operation.done:
         store.poll(0.1)
-        assert time.monotonic() < deadline, "the ticket is never done"
-    return ticket
+        assert time.monotonic() < deadline, "the operation is never done"
+    return operation
 
 
 def wait_until(true: Any, what: str) -> None:
@@ -211,21 +211,21 @@ def wait_until(true: Any, what: str) -> None:
 
 
 def put(store: BlockStore, hashes: Sequence[bytes], tenant: str = "") -> int:
-    """Save these blocks; how many were granted."""
+    """Save these blocks. Returns the number of assigned slots."""
     save: Save = until_done(store, store.save(hashes))
     fill(store, save, tenant)
     store.commit(save)
-    return len(save.grants)
+    return len(save.slot_assignments)
 
 
 def fill(store: BlockStore, save: Save, tenant: str = "") -> None:
     slab = store.slab_of(save)
-    for index, slot in save.grants:
+    for index, slot in save.slot_assignments:
         slab.view(slot)[:SLOT_BYTES] = content(save.hashes[index], tenant)
 
 
 def get(store: BlockStore, hashes: Sequence[bytes]) -> tuple[list[bytes], list[str]]:
-    """(bytes, tiers) of the leading run that a load brings."""
+    """Load these blocks. Returns (bytes, tiers) of the cached prefix."""
     until_done(store, store.match(hashes))
     load: Load = until_done(store, store.load(hashes))
     slab = store.slab_of(load)
@@ -236,6 +236,6 @@ def get(store: BlockStore, hashes: Sequence[bytes]) -> tuple[list[bytes], list[s
 
 
 def match(store: BlockStore, hashes: Sequence[bytes]) -> list[str]:
-    """Tiers of the run that the store says it holds."""
+    """The tiers of the cached prefix."""
     tiers: list[str] = until_done(store, store.match(hashes)).tiers
     return tiers

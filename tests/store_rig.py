@@ -1,4 +1,4 @@
-"""What the store's tests share: blocks whose bytes follow from their key, and small stores."""
+"""Helpers of the store's tests: small stores, and blocks whose bytes follow from their key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore.blocks.key import Key, Namespace
-from kvstore.interface import Load, Match, Save, Ticket
+from kvstore.interface import Load, Match, Operation, Save
 from kvstore.shm.slab import Slab
 from kvstore.store.session import Session
 from kvstore.store.store import Store
@@ -18,9 +18,9 @@ from kvstore.tiers.memory import MemoryTier
 
 SLOT_BYTES = 4096
 WAIT_S = 60.0
-"""A wait that lasts longer is a hang; passing tests wait milliseconds."""
+"""Timeout of every wait. A passing test waits milliseconds."""
 
-# 2,560 bytes a block: less than a slot, and no whole pages.
+# A block has 2,560 bytes: less than a slot, and not a multiple of 4,096.
 SPACE = Namespace(model="m", layers=2, kv_heads=1, head_dim=20, dtype="bfloat16", block_tokens=16)
 OTHER_SPACE = Namespace(
     model="m", revision="2", layers=2, kv_heads=1, head_dim=20, dtype="bfloat16", block_tokens=16
@@ -28,7 +28,7 @@ OTHER_SPACE = Namespace(
 
 
 class RemoteTier(MemoryTier):
-    """A memory tier that does not answer from memory: it has to be asked."""
+    """A memory tier without a local index: the store must query it."""
 
     local_index = False
 
@@ -57,7 +57,7 @@ def key_of(session: Session, name: bytes) -> Key:
 
 
 def content(key: Key, nbytes: int) -> bytes:
-    """The one right block of a key; half of it is noise, half compresses, as KV does."""
+    """The block of a key. Half of its bytes are noise, half compress, like KV data."""
     seed = f"{key.tenant}|{key.namespace}|".encode() + key.hash
     noise = hashlib.shake_128(seed).digest(nbytes // 2)
     return b"".join(bytes([0x3F, byte]) for byte in noise) + b"\x01" * (nbytes % 2)
@@ -67,19 +67,19 @@ def make_store(*tiers: Tier, slots: int = 32, **options: Any) -> Store:
     return Store(Slab.create(slots, SLOT_BYTES), tiers, **options)
 
 
-def fill(session: Session, ticket: Save) -> None:
-    """Write what belongs there into every granted slot."""
-    for index, slot in ticket.grants:
-        block = content(key_of(session, ticket.hashes[index]), session.namespace.block_bytes)
-        session.slab_of(ticket).view(slot)[: len(block)] = block
+def fill(session: Session, operation: Save) -> None:
+    """Write its block into every assigned slot."""
+    for index, slot in operation.slot_assignments:
+        block = content(key_of(session, operation.hashes[index]), session.namespace.block_bytes)
+        session.slab_of(operation).view(slot)[: len(block)] = block
 
 
 def save(session: Session, names: Sequence[bytes]) -> Save:
-    ticket = session.save(names)
-    assert ticket.done
-    fill(session, ticket)
-    session.commit(ticket)
-    return ticket
+    operation = session.save(names)
+    assert operation.done
+    fill(session, operation)
+    session.commit(operation)
+    return operation
 
 
 def until(condition: Callable[[], object], what: str = "") -> None:
@@ -89,40 +89,42 @@ def until(condition: Callable[[], object], what: str = "") -> None:
         time.sleep(0.002)
 
 
-def ended(session: Session, ticket: Ticket) -> None:
-    """Poll until the ticket is done."""
+def wait_done(session: Session, operation: Operation) -> None:
+    """Poll until the operation is done."""
     deadline_s = time.monotonic() + WAIT_S
-    while not ticket.done:
-        assert time.monotonic() < deadline_s, "the ticket never ended"
+    while not operation.done:
+        assert time.monotonic() < deadline_s, "the operation never ended"
         session.poll(0.5)
 
 
 def match(session: Session, names: Sequence[bytes]) -> list[str]:
-    ticket: Match = session.match(names)
-    ended(session, ticket)
-    return ticket.tiers
+    operation: Match = session.match(names)
+    wait_done(session, operation)
+    return operation.tiers
 
 
 def load(session: Session, names: Sequence[bytes]) -> Load:
-    """Load to the end, and hold every block to its right bytes."""
-    ticket = session.load(names)
-    ended(session, ticket)
-    check(session, ticket)
-    return ticket
+    """Load, wait until it is done, and check the bytes of every block."""
+    operation = session.load(names)
+    wait_done(session, operation)
+    check(session, operation)
+    return operation
 
 
-def check(session: Session, ticket: Load) -> None:
-    assert len(ticket.tiers) == len(ticket.slots)
-    for name, slot in zip(ticket.hashes, ticket.slots, strict=False):
-        right = content(key_of(session, name), session.namespace.block_bytes)
-        assert bytes(session.slab_of(ticket).view(slot)[: len(right)]) == right, "wrong bytes"
+def check(session: Session, operation: Load) -> None:
+    assert len(operation.tiers) == len(operation.slots)
+    for name, slot in zip(operation.hashes, operation.slots, strict=False):
+        expected = content(key_of(session, name), session.namespace.block_bytes)
+        assert bytes(session.slab_of(operation).view(slot)[: len(expected)]) == expected, (
+            "wrong bytes"
+        )
 
 
 def loaded_tiers(session: Session, names: Sequence[bytes]) -> list[str]:
-    """Where each block of the run came from; its leases go back at once."""
-    ticket = load(session, names)
-    session.release(ticket)
-    return ticket.tiers
+    """Load a prefix and release it. Returns the source tier of each block."""
+    operation = load(session, names)
+    session.release(operation)
+    return operation.tiers
 
 
 def free_slots(store: Store) -> int:
@@ -130,8 +132,8 @@ def free_slots(store: Store) -> int:
     return free
 
 
-def spill_to_tiers(store: Store) -> None:
-    """Everything written down, and L2 empty."""
+def flush_to_tiers(store: Store) -> None:
+    """Write all blocks to the tiers and empty L2."""
     assert store.flush(WAIT_S)
     store.clear("l2")
     assert free_slots(store) == store.slab.slots

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvstore.analysis.simulate.formats import read_trace
 from kvstore.analysis.simulate.levels import Level
 from kvstore.analysis.simulate.replay import hit_rates
-from kvstore.analysis.simulate.traces import Asked, read_trace
+from kvstore.analysis.simulate.traces import TraceRequest
 
 SHARED = Path(__file__).parents[2] / "shared"
 MOONCAKE = "mooncake_conversation_trace.jsonl"
@@ -23,12 +24,12 @@ def conformance() -> dict[str, Any]:
     return found
 
 
-def trace(name: str) -> list[Asked]:
+def trace(name: str) -> list[TraceRequest]:
     """The requests of a trace; skips the test where the traces are not there."""
     return read_trace(_shared(f"traces/{name}"))
 
 
-def rates(requests: list[Asked], capacity: int | None, policy: str) -> tuple[float, float]:
+def rates(requests: list[TraceRequest], capacity: int | None, policy: str) -> tuple[float, float]:
     """Percent of prompt tokens that hit: of all requests, and of their second half."""
     return hit_rates(requests, Level(capacity, policy))
 

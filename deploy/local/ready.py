@@ -1,4 +1,4 @@
-"""Wait until every part of the local stack answers, say so in one line, and stay until told to go.
+"""Wait until every part of the local stack answers, print one line, and wait for a signal.
 
     ready.py URLS.json      {"name": {"url": ..., "health": ...}, ...}
 

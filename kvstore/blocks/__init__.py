@@ -1,1 +1,1 @@
-"""What a block is: its key, the hash chain over tokens, its size for a model, its frame at rest."""
+"""The block: its key, its hash, its size for a model, and its frame at rest."""

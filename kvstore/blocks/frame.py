@@ -1,19 +1,19 @@
-"""The one format of a block at rest and on the wire: disk, Redis, S3 and HTTP.
+"""Frames: the format of a block at rest and on the wire, for disk, Redis, S3 and HTTP.
 
-A frame is a header page of 4,096 bytes and then the payload (the block as its codec stored it),
-zero padded to whole pages. The header page, all integers little endian:
+A frame is a header of one sector (4,096 bytes) and then the payload (the block as its codec encoded
+it), zero padded to whole sectors. The header, all integers little endian:
 
     offset  bytes  field
          0      6  magic "KVFRAM"
          6      2  version of this layout (FRAME_VERSION)
-         8      8  xxh3_64 of bytes 16..4095 of this page
+         8      8  xxh3_64 of bytes 16..4095 of the header
         16      2  length of the map that follows
         18      n  a msgpack map with exactly the fields of `FIELDS`
       18+n         zeros up to 4,096
 
-Parsing trusts nothing: whatever the 4,096 bytes are, the answer is a `FrameHeader` whose every
-field is within its limits, or `FrameInvalid`. The checksum guards against accidents, not against
-somebody who can write to the tier; against those the limits hold, and encryption is a wrapper.
+Parsing trusts no input: for any 4,096 bytes the result is a `FrameHeader` with every field within
+its limits, or `FrameInvalid`. The checksum detects accidental corruption, not an attacker who can
+write to the tier. Against an attacker the limits help, and an encrypting tier wrapper.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kvstore.blocks.key import Key
 from kvstore.errors import ChecksumMismatch, FrameInvalid, NamespaceMismatch
 
 HEADER_BYTES: Final = 4096
-"""Bytes of the header page; also the alignment of payloads and buffers."""
+"""Size of the header: one sector; also the alignment of payloads and buffers."""
 
 FRAME_VERSION: Final = 1
 MAGIC: Final = b"KVFRAM"
 
 MAX_BLOCK_BYTES: Final = 1 << 30
-"""Largest raw block and largest stored payload a header may speak of."""
+"""Maximum size of a raw block and of a stored payload in a header."""
 MAX_TENANT_BYTES: Final = 255
 MAX_NAMESPACE_BYTES: Final = 64
 MAX_HASH_BYTES: Final = 64
@@ -65,10 +65,10 @@ _MAX_SUM = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """What a header page says, every field within its limits.
+    """A parsed header; every field is within its limits.
 
-    raw_bytes: bytes of the block in a slot.
-    stored_bytes: bytes of the payload before padding.
+    raw_bytes: size of the block in a slot.
+    stored_bytes: size of the payload before padding.
     raw_sum, stored_sum: xxh3_64 of those bytes.
     """
 
@@ -81,12 +81,12 @@ class FrameHeader:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the payload with its padding: whole pages."""
-        return padded(self.stored_bytes)
+        """Size of the payload with its padding: whole sectors."""
+        return padded_bytes(self.stored_bytes)
 
 
-def padded(nbytes: int) -> int:
-    """`nbytes` rounded up to whole pages of 4,096 bytes."""
+def padded_bytes(nbytes: int) -> int:
+    """`nbytes` rounded up to whole sectors of 4,096 bytes."""
     return (nbytes + HEADER_BYTES - 1) & -HEADER_BYTES
 
 
@@ -98,12 +98,12 @@ def checksum(view: memoryview | bytes | bytearray) -> int:
 def aligned_buffer(nbytes: int) -> memoryview:
     """A private, writable, zeroed buffer of `padded(nbytes)` bytes, 4 KiB aligned, pre-faulted.
 
-    It lives as long as a view of it does. Made at start and reused: a fresh one per block costs
-    more than the copy into it.
+    It exists as long as a view of it. Make it once and reuse it: a new buffer per block costs more
+    than the copy into it.
     """
     assert nbytes > 0, f"a buffer of {nbytes} bytes"
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    return memoryview(mmap.mmap(-1, padded(nbytes), flags=flags))
+    return memoryview(mmap.mmap(-1, padded_bytes(nbytes), flags=flags))
 
 
 def pack_header(
@@ -116,125 +116,124 @@ def pack_header(
     raw_sum: int,
     stored_sum: int,
 ) -> None:
-    """Write a header page over the first 4,096 bytes of `header`.
+    """Write a header over the first 4,096 bytes of `header`.
 
-    Fields out of their limits are the caller's mistake and raise AssertionError.
+    Fields out of their limits are the caller's error and raise AssertionError.
     """
     fault = _fault(key, codec, raw_bytes, stored_bytes, raw_sum, stored_sum)
     assert not fault, fault
     values = (*key, codec, raw_bytes, stored_bytes, raw_sum, stored_sum)
     packed = msgpack.packb(dict(zip(FIELDS, values, strict=True)), use_bin_type=True)
-    page = bytearray(HEADER_BYTES)
-    _LENGTH.pack_into(page, _SUMMED_FROM, len(packed))
-    page[_MAP_AT : _MAP_AT + len(packed)] = packed
-    total = checksum(memoryview(page)[_SUMMED_FROM:])
-    _PREFIX.pack_into(page, 0, MAGIC, FRAME_VERSION, total)
-    header[:HEADER_BYTES] = page
+    sector = bytearray(HEADER_BYTES)
+    _LENGTH.pack_into(sector, _SUMMED_FROM, len(packed))
+    sector[_MAP_AT : _MAP_AT + len(packed)] = packed
+    total = checksum(memoryview(sector)[_SUMMED_FROM:])
+    _PREFIX.pack_into(sector, 0, MAGIC, FRAME_VERSION, total)
+    header[:HEADER_BYTES] = sector
 
 
 def decode_header(header: memoryview) -> FrameHeader:
-    """Parse a header page of whatever key.
+    """Parse a header of any key.
 
-    Raises FrameInvalid for anything that `pack_header` cannot have written, ChecksumMismatch when
-    it is only the page's checksum that fails.
+    Raises FrameInvalid for bytes that `pack_header` cannot have written, ChecksumMismatch if only
+    the checksum of the header does not match.
     """
     if len(header) < HEADER_BYTES:
-        raise FrameInvalid(f"a header of {len(header)} bytes; {HEADER_BYTES} are right")
+        raise FrameInvalid(f"frame header has {len(header)} bytes (expected {HEADER_BYTES})")
     magic, version, total = _PREFIX.unpack_from(header)
     if magic != MAGIC:
         raise FrameInvalid("not a frame: the magic bytes are missing")
     if version != FRAME_VERSION:
-        raise FrameInvalid(f"frame version {version}; this kvstore reads {FRAME_VERSION}")
+        raise FrameInvalid(f"frame version {version} (this kvstore reads {FRAME_VERSION})")
     if checksum(header[_SUMMED_FROM:HEADER_BYTES]) != total:
-        raise ChecksumMismatch("a damaged frame header: its checksum does not match")
+        raise ChecksumMismatch("corrupt frame header: its checksum does not match")
     (length,) = _LENGTH.unpack_from(header, _SUMMED_FROM)
     if length > _MAX_MAP_BYTES:
-        raise FrameInvalid(f"a header map of {length} bytes; at most {_MAX_MAP_BYTES} fit")
+        raise FrameInvalid(f"frame header map has {length} bytes (at most {_MAX_MAP_BYTES} fit)")
     tail = header[_MAP_AT + length : HEADER_BYTES].tobytes()
     if tail.count(0) != len(tail):
-        raise FrameInvalid("a frame header with bytes after its map")
+        raise FrameInvalid("frame header has bytes after its map")
     return _header_of(_unpack(header[_MAP_AT : _MAP_AT + length]))
 
 
-def bind(header: memoryview, salt: int) -> None:
-    """XOR `salt` into a header page's checksum, in place; doing it twice undoes it.
+def mask_checksum(header: memoryview, nonce: int) -> None:
+    """XOR `nonce` into the checksum of a header, in place; a second call undoes it.
 
-    For a tier that scans its medium: with a secret salt of each place, a frame that lies inside
-    somebody's payload is not taken for one that the tier put there.
+    For a tier that scans its medium. With a secret nonce per sector, the tier does not mistake a
+    frame inside a client's payload for a frame that the tier wrote there.
 
-    salt: an unsigned 64-bit number.
+    nonce: an unsigned 64-bit number.
     """
     (total,) = _SUM.unpack_from(header, _SUM_AT)
-    _SUM.pack_into(header, _SUM_AT, total ^ salt)
+    _SUM.pack_into(header, _SUM_AT, total ^ nonce)
 
 
 def peek_key(header: memoryview) -> Key:
-    """The key a header page speaks of. Raises FrameInvalid like `decode_header`."""
+    """The key in a header. Raises FrameInvalid like `decode_header`."""
     return decode_header(header).key
 
 
 def parse_header(header: memoryview, expect: Key) -> FrameHeader:
-    """Parse a header page that must be of the block `expect`.
+    """Parse a header that must have the key `expect`.
 
-    Raises FrameInvalid like `decode_header`; NamespaceMismatch when it names another block.
+    Raises FrameInvalid like `decode_header`; NamespaceMismatch for another key.
     """
     parsed = decode_header(header)
     if parsed.key != expect:
         wrong = [
             name
-            for name, is_, ought in zip(Key._fields, parsed.key, expect, strict=True)
-            if is_ != ought
+            for name, actual, expected in zip(Key._fields, parsed.key, expect, strict=True)
+            if actual != expected
         ]
-        raise NamespaceMismatch(f"a frame of another {' and '.join(wrong)} than was asked for")
+        raise NamespaceMismatch(f"frame has the wrong {' and '.join(wrong)}")
     return parsed
 
 
 def verify_stored(header: FrameHeader, payload: memoryview) -> None:
-    """Check the stored bytes at the front of `payload`.
+    """Verify the stored bytes at the front of `payload`.
 
-    Raises FrameInvalid when there are fewer than the header says, ChecksumMismatch when they are
-    not what was written.
+    Raises FrameInvalid if there are fewer than in the header, ChecksumMismatch if they are corrupt.
     """
     if len(payload) < header.stored_bytes:
         raise FrameInvalid(
-            f"a payload of {len(payload)} bytes; its header says {header.stored_bytes}"
+            f"payload has {len(payload)} bytes (the header says {header.stored_bytes})"
         )
     if checksum(payload[: header.stored_bytes]) != header.stored_sum:
-        raise ChecksumMismatch("a damaged payload: its stored bytes do not match their checksum")
+        raise ChecksumMismatch("corrupt payload: the stored bytes do not match their checksum")
 
 
 def verify_raw(header: FrameHeader, block: memoryview) -> None:
-    """Check the decoded block at the front of `block`; raises like `verify_stored`."""
+    """Verify the decoded block at the front of `block`; raises like `verify_stored`."""
     if len(block) < header.raw_bytes:
-        raise FrameInvalid(f"a block of {len(block)} bytes; its header says {header.raw_bytes}")
+        raise FrameInvalid(f"block has {len(block)} bytes (the header says {header.raw_bytes})")
     if checksum(block[: header.raw_bytes]) != header.raw_sum:
-        raise ChecksumMismatch("a damaged block: its decoded bytes do not match their checksum")
+        raise ChecksumMismatch("corrupt block: the decoded bytes do not match their checksum")
 
 
 def _unpack(packed: memoryview) -> Any:
-    """Decode the map; every way in which msgpack can refuse is FrameInvalid."""
+    """Decode the map; every error of msgpack becomes FrameInvalid."""
     try:
         return msgpack.unpackb(packed, raw=False, strict_map_key=True, use_list=False)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise FrameInvalid(f"a frame header whose map is unreadable: {error}") from None
+        raise FrameInvalid(f"frame header has an unreadable map: {error}") from None
 
 
 def _header_of(fields: Any) -> FrameHeader:
     """Build the header from an untrusted map."""
     if not isinstance(fields, dict) or tuple(fields) != FIELDS:
-        raise FrameInvalid("a frame header without exactly the fields it must have")
+        raise FrameInvalid(f"frame header must have exactly the fields {', '.join(FIELDS)}")
     tenant, namespace, hash_, codec, raw_bytes, stored_bytes, raw_sum, stored_sum = fields.values()
     key = Key(tenant, namespace, hash_)
     fault = _fault(key, codec, raw_bytes, stored_bytes, raw_sum, stored_sum)
     if fault:
-        raise FrameInvalid(f"a frame header out of bounds: {fault}")
+        raise FrameInvalid(f"invalid frame header: {fault}")
     return FrameHeader(key, codec, raw_bytes, stored_bytes, raw_sum, stored_sum)
 
 
 def _fault(
     key: Any, codec: Any, raw_bytes: Any, stored_bytes: Any, raw_sum: Any, stored_sum: Any
 ) -> str:
-    """What is wrong with a header's fields, of any type; empty when nothing is."""
+    """The first fault in the fields of a header, which may have any type; empty if valid."""
     texts = (
         ("tenant", key.tenant, MAX_TENANT_BYTES),
         ("namespace", key.namespace, MAX_NAMESPACE_BYTES),

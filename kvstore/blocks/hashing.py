@@ -1,16 +1,16 @@
-"""A block's name: chained hashes over tokens, byte-identical to vLLM's.
+"""Block hashes: chained hashes over tokens, byte-identical to vLLM's.
 
-The hash of full block i is H(canonical CBOR of (parent, token ids, extra keys)), where parent is
-the hash of block i-1 (for block 0, H of the seed string's CBOR) and the extra keys are None or a
-list of tagged lists: ["lora", name, path] in every block, ["mm", identifier, offset of the item
-from the block's start] in each block an item overlaps, ["cache_salt", salt] in block 0. That is
-vLLM 0.32's definition; tests/data/hash_vectors.json holds hashes that it made. A trailing part of
-a block has no hash.
+The hash of full block i is H(canonical CBOR of (parent, token ids, extra keys)). The parent is the
+hash of block i-1 (for block 0, H of the seed string's CBOR). The extra keys are None or a list of
+tagged lists: ["lora", name, path] in every block, ["mm", identifier, offset of the item from the
+block's start] in each block that an item overlaps, ["cache_salt", salt] in block 0. This is the
+definition of vLLM 0.32; tests/data/hash_vectors.json has hashes that vLLM made. An incomplete block
+at the end has no hash.
 
-CBOR writes an unsigned integer as 1, 2, 3 or 5 bytes, the shortest that holds it, so a block's
-encoding has no fixed length. A long prompt is encoded at once: numpy puts each token, with its
-head byte, at the end of an 8-byte word and drops each word's unused front; the chain then only
-slices that. Below `SMALL_FEED_TOKENS` plain Python is quicker than numpy's calls are.
+CBOR writes an unsigned integer in 1, 2, 3 or 5 bytes, the shortest possible. So the encoding of a
+block has no fixed length. A long prompt is encoded at once: numpy puts each token, with its head
+byte, at the end of an 8-byte word and drops the unused front of each word. The chain then only
+slices the result. Below `SMALL_FEED_TOKENS` plain Python is faster than the numpy calls.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ import xxhash
 from kvstore.errors import ConfigError
 
 ALGORITHMS = ("sha256_cbor", "xxhash_cbor")
-"""Digests of 32 and 16 bytes; the second is xxh3-128: faster, and no defence against forgery."""
+"""Digests of 32 and 16 bytes. The second is xxh3-128: faster, but it does not prevent forgery."""
 
 DEFAULT_SEED = "vllm-none-hash"
-"""vLLM's seed string for sha256_cbor where PYTHONHASHSEED is not set. (For xxhash_cbor vLLM then
-draws a random one in every process; there only an explicit seed gives hashes that agree.)"""
+"""vLLM's seed string for sha256_cbor if PYTHONHASHSEED is not set. (For xxhash_cbor vLLM then uses
+a random seed in every process; only an explicit seed gives equal hashes.)"""
 
 MAX_TOKEN_ID = 2**32 - 1
 MAX_BLOCK_TOKENS = 65_536
 
 SMALL_FEED_TOKENS = 160
-"""Feeds shorter than this are encoded without numpy (bench/hashing.py shows the crossing)."""
+"""Shorter feeds are encoded without numpy (bench/hashing.py shows where numpy becomes faster)."""
 
 TILE_TOKENS = 4096
-"""Tokens encoded at a time: numpy's buffers then stay below what malloc maps afresh for every call,
-whose first touch cost half as much as the encoding did."""
+"""Tokens encoded at a time. numpy's buffers then stay below the size that malloc maps anew for
+every call; the first access to new pages took half as long as the encoding."""
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -54,8 +54,8 @@ _HASHERS: dict[str, Callable[[bytes], Any]] = {
 _PICKLED = ("sha256", "xxhash")
 _NULL = b"\xf6"
 
-# By the length in bytes, less one, of an integer (1, 2, 3 or 5): its head byte in place, and which
-# of the 8 big-endian bytes of its word are kept.
+# Indexed by the encoded length of an integer minus one (lengths 1, 2, 3 and 5): its head byte at
+# the right position, and which of the 8 big-endian bytes of its word are kept.
 _HEADS = np.array([0, 0x18 << 8, 0x19 << 16, 0, 0x1A << 32], dtype=np.uint64)
 _KEEP = np.array([[byte >= 7 - more for byte in range(8)] for more in range(5)]).view(np.uint64)[
     :, 0
@@ -63,7 +63,7 @@ _KEEP = np.array([[byte >= 7 - more for byte in range(8)] for more in range(5)])
 
 
 class MMItem(NamedTuple):
-    """One multimodal item of a prompt: its content's identifier, and the token span it covers."""
+    """One multimodal item of a prompt: identifier of its content, and its token span."""
 
     identifier: str
     offset: int
@@ -71,34 +71,34 @@ class MMItem(NamedTuple):
 
 
 def check_algorithm(name: str) -> str:
-    """Return `name` if it is one of ALGORITHMS; ConfigError with what would be right if not."""
+    """Return `name` if it is one of ALGORITHMS; else ConfigError with a valid name."""
     if name in ALGORITHMS:
         return name
     if name in _PICKLED:
         raise ConfigError(
-            f"hash algorithm {name!r} hashes Python pickles, whose bytes only the same Python and "
-            f"program can repeat; use {name}_cbor (in vLLM: --prefix-caching-hash-algo {name}_cbor)"
+            f"hash algorithm {name!r} hashes Python pickles, which only the same Python and "
+            f"program reproduce; use {name}_cbor (in vLLM: --prefix-caching-hash-algo {name}_cbor)"
         )
     nearest = difflib.get_close_matches(name, ALGORITHMS, n=1, cutoff=0.3)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"one of {', '.join(ALGORITHMS)} is right"
-    raise ConfigError(f"unknown hash algorithm {name!r}; {hint}")
+    hint = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(ALGORITHMS)}"
+    raise ConfigError(f"unknown hash algorithm {name!r}: {hint}")
 
 
 class BlockHasher:
-    """Hashes of one prompt's full blocks, fed tokens as they come.
+    """Hashes the full blocks of one prompt while its tokens arrive.
 
-    Feeding in any split gives the same hashes; no token is hashed twice. Not thread-safe.
+    Feeds of any size give the same hashes; no token is hashed twice. Not thread-safe.
 
     Args:
         algo: one of ALGORITHMS.
-        block_tokens: tokens of a block.
-        seed: what the engine has in PYTHONHASHSEED; None: DEFAULT_SEED.
-        cache_salt: keeps this prompt's blocks apart from those of any other salt; "" is none.
+        block_tokens: tokens per block.
+        seed: the engine's PYTHONHASHSEED; None: DEFAULT_SEED.
+        cache_salt: separates this prompt's blocks from those of other salts; "" or None: no salt.
         lora: (name, path) of the adapter.
         mm: the prompt's multimodal items.
 
     Raises:
-        ConfigError: an unknown algorithm, a size out of range, text that is not Unicode.
+        ConfigError: unknown algorithm, size out of range, or text that is not valid Unicode.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class BlockHasher:
         mm: Sequence[MMItem] = (),
     ) -> None:
         if not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
-            raise ConfigError(f"block_tokens is {block_tokens}; it must be 1 to {MAX_BLOCK_TOKENS}")
+            raise ConfigError(f"block_tokens must be 1 to {MAX_BLOCK_TOKENS} (got {block_tokens})")
         self.algo = check_algorithm(algo)
         self.block_tokens = block_tokens
         self.none_hash = _none_hash(algo, DEFAULT_SEED if seed is None else seed)
@@ -120,7 +120,7 @@ class BlockHasher:
         self._hashes: list[bytes] = []
         self._pending: list[int] = []
         self._array_head = _cbor_head(4, block_tokens)
-        self._front = _HASHERS[algo](_cbor_head(4, 3) + _cbor_head(2, len(self.none_hash)))
+        self._front_state = _HASHERS[algo](_cbor_head(4, 3) + _cbor_head(2, len(self.none_hash)))
         self._lora_key = _cbor_list(["lora", *lora]) if lora is not None else b""
         self._salt_key = _cbor_list(["cache_salt", cache_salt]) if cache_salt else b""
         self._items = sorted((MMItem(*item) for item in mm), key=lambda item: item.offset)
@@ -128,20 +128,20 @@ class BlockHasher:
         for item in self._items:
             if item.offset < 0 or item.length < 1:
                 raise ConfigError(
-                    f"multimodal item {item.identifier!r} covers {item.length} tokens from "
-                    f"{item.offset}; it must cover at least 1 from 0 or later"
+                    f"multimodal item {item.identifier!r} must cover at least 1 token from offset "
+                    f"0 or later (got {item.length} tokens from {item.offset})"
                 )
 
     @property
     def hashes(self) -> list[bytes]:
-        """The hashes of all full blocks so far; a fresh list."""
+        """The hashes of all full blocks so far, as a new list."""
         return list(self._hashes)
 
     def feed(self, tokens: TokenIds) -> list[bytes]:
-        """Take the next tokens of the prompt; return the hashes of the blocks they filled.
+        """Add the next tokens of the prompt; return the hashes of the blocks that became full.
 
         Raises:
-            ValueError: an id is no integer of 0..MAX_TOKEN_ID; then nothing was taken.
+            ValueError: an id is not an integer in 0..MAX_TOKEN_ID; then no token was added.
         """
         if len(tokens) < SMALL_FEED_TOKENS:
             return self._feed_small(tokens)
@@ -180,11 +180,11 @@ class BlockHasher:
         return self._chain(bytes(body), ends)
 
     def _chain(self, body: bytes, ends: Sequence[int]) -> list[bytes]:
-        """Hash blocks whose arrays of tokens, each with a null after it, end at `ends` in body."""
-        begin, parent = self._front.copy, self._parent
+        """Hash blocks; `body`: their token arrays, each followed by a null that ends at `ends`."""
+        begin, parent = self._front_state.copy, self._parent
         fresh: list[bytes] = []
         start = 0
-        # Copying a state that has the front in it costs less than making a new one.
+        # Copying a hash state that includes the front is cheaper than making a new one.
         if not (self._lora_key or self._items or (self._salt_key and not self._hashes)):
             for end in ends:
                 state = begin()
@@ -196,7 +196,7 @@ class BlockHasher:
             first = len(self._hashes)
             for index, end in enumerate(ends, start=first):
                 state = begin()
-                state.update(parent + body[start : end - 1] + self._extra(index))
+                state.update(parent + body[start : end - 1] + self._extra_keys(index))
                 parent = state.digest()
                 fresh.append(parent)
                 start = end
@@ -204,8 +204,8 @@ class BlockHasher:
         self._hashes += fresh
         return fresh
 
-    def _extra(self, index: int) -> bytes:
-        """CBOR of block `index`'s extra keys. Called for every block, in order."""
+    def _extra_keys(self, index: int) -> bytes:
+        """CBOR of the extra keys of block `index`. Called for every block, in order."""
         start, end = index * self.block_tokens, (index + 1) * self.block_tokens
         keys = [self._lora_key] if self._lora_key else []
         items = self._items
@@ -231,7 +231,7 @@ def hash_tokens(
     lora: tuple[str, str] | None = None,
     mm: Sequence[MMItem] = (),
 ) -> list[bytes]:
-    """Hashes of all full blocks of a prompt; see BlockHasher for arguments and errors."""
+    """Hash all full blocks of a prompt; see BlockHasher for arguments and errors."""
     hasher = BlockHasher(algo, block_tokens, seed=seed, cache_salt=cache_salt, lora=lora, mm=mm)
     return hasher.feed(tokens)
 
@@ -247,9 +247,9 @@ def _none_hash(algo: str, seed: str) -> bytes:
 
 
 def _encode_blocks(blocks: npt.NDArray[np.uint32], array_head: bytes) -> tuple[bytes, list[int]]:
-    """CBOR arrays of each row of `blocks` [rows, block_tokens], each followed by a null.
+    """Encode each row of `blocks` [rows, block_tokens] as a CBOR array followed by a null.
 
-    Returns their bytes, end to end, and the offset at which each row's null ends.
+    Returns the concatenated bytes, and the offset at which each row's null ends.
     """
     rows, size = blocks.shape
     longer = (blocks >= 24).view(np.uint8) + (blocks >= 256).view(np.uint8)
@@ -259,7 +259,7 @@ def _encode_blocks(blocks: npt.NDArray[np.uint32], array_head: bytes) -> tuple[b
     index = longer.astype(np.intp)
     words = np.empty((rows, size + 2), dtype=np.uint64)
     keep = np.empty((rows, size + 2), dtype=np.uint64)
-    # The array's head and the null stand in the first and last column, as if they were tokens.
+    # The array's head and the null are in the first and last column, as if they were tokens.
     words[:, 0] = int.from_bytes(array_head, "big")
     keep[:, 0] = _KEEP[len(array_head) - 1]
     words[:, -1] = _NULL[0]
@@ -277,7 +277,7 @@ def _as_uint32(tokens: TokenIds) -> npt.NDArray[np.uint32]:
         _check_array(tokens)
         return np.ascontiguousarray(tokens).astype(np.uint32, copy=False)
     try:
-        # Faster than numpy at lists, and strict: no float, no id out of range passes.
+        # Faster than numpy for lists, and strict: rejects floats and ids out of range.
         return np.frombuffer(array.array("I", tokens), dtype=np.uint32)
     except (TypeError, OverflowError):
         _as_ints(tokens)
@@ -291,7 +291,7 @@ def _as_ints(tokens: TokenIds) -> list[int]:
         return ids
     for token in tokens:
         if not isinstance(token, int | np.integer) or not 0 <= token <= MAX_TOKEN_ID:
-            raise ValueError(f"token id {token!r} is no integer of 0..{MAX_TOKEN_ID}")
+            raise ValueError(f"token id {token!r} is not an integer in 0..{MAX_TOKEN_ID}")
     return list(tokens)
 
 
@@ -300,13 +300,13 @@ def _check_array(tokens: npt.NDArray[Any]) -> None:
         if tokens.size == 0:
             return
         raise ValueError(
-            f"token ids are an array of {tokens.dtype} with shape {tokens.shape}; they must be "
-            "integers in one dimension"
+            "token ids must be a one-dimensional array of integers "
+            f"(got {tokens.dtype} of shape {tokens.shape})"
         )
     if tokens.size:
         for extreme in (int(tokens.min()), int(tokens.max())):
             if not 0 <= extreme <= MAX_TOKEN_ID:
-                raise ValueError(f"token id {extreme} is no integer of 0..{MAX_TOKEN_ID}")
+                raise ValueError(f"token id {extreme} is not an integer in 0..{MAX_TOKEN_ID}")
 
 
 def _cbor_head(major: int, value: int) -> bytes:

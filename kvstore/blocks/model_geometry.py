@@ -1,7 +1,7 @@
-"""A namespace from a model's Hugging Face `config.json`: which bytes one token's KV takes.
+"""The namespace of a model from its Hugging Face `config.json`: layers, heads, dtype.
 
-Field names are those of the families' configuration classes in transformers. A model of several
-parts (Gemma 3, Mistral 3) keeps its language model's fields under `text_config`.
+The field names are those of the configuration classes in transformers. A multimodal model (Gemma 3,
+Mistral 3) has the fields of its language model under `text_config`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _DTYPE_NAMES = {
     "float8_e5m2": "fp8_e5m2",
 }
 
-DTYPE_OF_SILENT_CONFIG = "float32"
-"""What transformers loads a model as whose config names no dtype (GPT-2's does not)."""
+DEFAULT_DTYPE = "float32"
+"""The dtype that transformers uses if the config has none (GPT-2's has none)."""
 
 
 @dataclass(frozen=True)
 class _Family:
-    """Which fields of a config hold the geometry; "" where the family has no such field."""
+    """The config fields with the geometry of a model family; "" if the family has no such field."""
 
     layers: str = "num_hidden_layers"
     heads: str = "num_attention_heads"
@@ -37,7 +37,7 @@ class _Family:
     head_dim: str = "head_dim"
     mla: bool = False
     defaults: Mapping[str, int] = field(default_factory=dict)
-    """Values a published config may leave out because the family's class has them."""
+    """Values that a config may omit because the family's class has them as defaults."""
 
 
 _GROUPED = _Family()
@@ -74,18 +74,18 @@ def namespace_from_hf(
     tp_size: int = 1,
     tp_rank: int = 0,
 ) -> Namespace:
-    """The namespace of one rank of the model that `config` (a parsed config.json) describes.
+    """The namespace of one rank of a model; `config`: its parsed config.json.
 
     Args:
-        model: the model's id; part of the namespace, so engines that share must agree on it.
-        revision: of its weights.
-        dtype: of the KV cache; None: the config's own, or DTYPE_OF_SILENT_CONFIG.
-        tp_size: ranks that share the KV heads. With fewer heads than ranks each head is held by
-            several ranks; an MLA latent is held whole by every rank.
+        model: the model's id; part of the namespace, so engines that share blocks must agree on it.
+        revision: revision of the weights.
+        dtype: dtype of the KV cache; None: the config's dtype, or DTYPE_OF_SILENT_CONFIG.
+        tp_size: number of ranks that share the KV heads. With fewer heads than ranks, several ranks
+            have the same head. Every rank has the whole latent of an MLA model.
 
     Raises:
-        ConfigError: an unknown model type or dtype, a field that is missing or no positive
-            integer, heads that do not divide.
+        ConfigError: unknown model type or dtype, a field that is missing or not a positive integer,
+            or heads that cannot be divided.
     """
     nested = config.get("text_config")
     text: Mapping[str, Any] = nested if isinstance(nested, Mapping) else config
@@ -116,7 +116,7 @@ def namespace_from_hf(
 
 @dataclass(frozen=True)
 class _Fields:
-    """A config's sizes, with errors that name model type and field."""
+    """The sizes in a config; errors name the model type and the field."""
 
     model_type: str
     values: Mapping[str, Any]
@@ -130,33 +130,34 @@ class _Fields:
         if value is None:
             value = self.defaults.get(name)
         if value is None:
-            raise ConfigError(f"config of model type {self.model_type!r} lacks {name!r}")
+            raise ConfigError(f"config of model type {self.model_type!r} has no {name!r}")
         if type(value) is not int or value < 1:
             raise ConfigError(
-                f"{name} is {value!r} in the config of model type {self.model_type!r}; "
-                "it must be a positive integer"
+                f"config of model type {self.model_type!r}: {name} must be a positive integer "
+                f"(got {value!r})"
             )
         return value
 
 
 def _family(model_type: Any) -> _Family:
     if not model_type:
-        raise ConfigError("config has no 'model_type'; is this a model's config.json?")
+        raise ConfigError("config has no 'model_type': use a model's config.json")
     family = _FAMILIES.get(str(model_type))
     if family is None:
         nearest = difflib.get_close_matches(str(model_type), MODEL_TYPES, n=1, cutoff=0.7)
-        hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(MODEL_TYPES)}"
-        raise ConfigError(f"unknown model type {model_type!r}; {hint}")
+        hint = f"did you mean {nearest[0]}?" if nearest else f"use one of {', '.join(MODEL_TYPES)}"
+        raise ConfigError(f"unknown model type {model_type!r}: {hint}")
     return family
 
 
 def _heads_of_rank(fields: _Fields, family: _Family, tp_size: int) -> int:
-    # A config from before grouped-query attention names no KV heads: each head has its own.
+    # A config older than grouped-query attention has no number of KV heads: it equals the heads.
     name = family.kv_heads if fields.has(family.kv_heads) else family.heads
     heads = fields.size(name)
     if tp_size < 1 or (heads % tp_size and tp_size % heads):
         raise ConfigError(
-            f"{heads} KV heads cannot be divided over tp_size {tp_size}; one must divide the other"
+            f"tp_size must divide the number of KV heads, or be a multiple of it (got tp_size "
+            f"{tp_size}, {heads} KV heads)"
         )
     return max(1, heads // tp_size)
 
@@ -167,8 +168,8 @@ def _head_dim(fields: _Fields, family: _Family) -> int:
     hidden, heads = fields.size(family.hidden), fields.size(family.heads)
     if hidden % heads:
         raise ConfigError(
-            f"{family.hidden} {hidden} is no multiple of {family.heads} {heads} in the config of "
-            f"model type {fields.model_type!r}, and it names no head_dim"
+            f"config of model type {fields.model_type!r} has no head_dim, and {family.hidden} "
+            f"{hidden} is not a multiple of {family.heads} {heads}"
         )
     return hidden // heads
 
@@ -177,10 +178,10 @@ def _dtype(given: str | None, *configs: Mapping[str, Any]) -> str:
     name = given
     for config in configs:
         name = name or config.get("dtype") or config.get("torch_dtype")
-    name = str(name or DTYPE_OF_SILENT_CONFIG).removeprefix("torch.")
+    name = str(name or DEFAULT_DTYPE).removeprefix("torch.")
     name = _DTYPE_NAMES.get(name, name)
     if name not in DTYPE_BYTES:
-        raise ConfigError(f"unknown KV dtype {name!r}; one of {', '.join(DTYPE_BYTES)} is right")
+        raise ConfigError(f"unknown KV dtype {name!r}: use one of {', '.join(DTYPE_BYTES)}")
     return name
 
 

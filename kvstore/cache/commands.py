@@ -1,4 +1,4 @@
-"""What the brain decides, as data: the store's threads carry it out."""
+"""The records that the L2 manager returns; the store's threads carry them out."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from typing import Any, Final
 from kvstore.blocks.key import Key
 
 MISSING: Final = "missing"
-"""Why a run was cut: no tier is known to have its next block."""
+"""Reason for a truncated load: no tier is known to have the next block."""
 
 
 COUNTERS: Final = (
-    "admitted",
-    "rejected",
-    "busy",
+    "stored",
+    "already_cached",
+    "no_slot",
     "over_quota",
     "expired",
     "warmed",
-    "spills_written",
-    "spills_dropped",
-    "spills_failed",
+    "tier_writes_written",
+    "tier_writes_dropped",
+    "tier_writes_failed",
 )
-"""What the brain counts, besides what its tables do."""
+"""Counters of the L2 manager; its tables have more."""
 
 
-class Landing(enum.Enum):
-    """How a flight ended in one tier."""
+class LoadOutcome(enum.Enum):
+    """Result of reading one block from one tier."""
 
-    ARRIVED = "arrived"
+    LOADED = "loaded"
     MISSING = "missing"
-    """The tier does not have it (any more)."""
+    """The tier does not have the block, or no longer has it."""
     CORRUPT = "corrupt"
-    """It has something else than was written; deleted there."""
+    """The tier's bytes are not those that were written; the tier's copy is deleted."""
     UNAVAILABLE = "unavailable"
     """The tier did not answer."""
 
 
-class Spilled(enum.Enum):
-    """How a spill ended."""
+class WriteOutcome(enum.Enum):
+    """Result of writing one block to one tier."""
 
     WRITTEN = "written"
     DROPPED = "dropped"
-    """No place in the queue."""
+    """The write queue was full."""
     FAILED = "failed"
-    """The tier refused it."""
+    """The tier returned an error."""
 
 
 class Waiter:
-    """One ticket's interest in one block on its way. `owner` is opaque to the brain."""
+    """One operation that waits for one in-flight load. `owner` is opaque to the L2 manager."""
 
     __slots__ = ("client", "index", "owner")
 
@@ -59,8 +59,8 @@ class Waiter:
         self.index = index
 
 
-class Flight:
-    """One load in progress, from `tier` into `slot`, shared by its waiters."""
+class InFlightLoad:
+    """A read of one block from `tier` into `slot`, shared by all its waiters."""
 
     __slots__ = ("cancelled", "key", "nbytes", "slot", "started", "tier", "waiters")
 
@@ -73,11 +73,11 @@ class Flight:
         self.started = False
         """A worker may be writing to the slot."""
         self.cancelled = False
-        """Nobody waits any more and no worker had begun: the slot is free again."""
+        """The last waiter left before a worker started; the slot is free again."""
 
 
-class Spill:
-    """Write the block in `slot` to `tier`. The slot is leased until `Brain.spilled`."""
+class TierWrite:
+    """A write of the block in `slot` to `tier`. The slot is leased until `complete_write`."""
 
     __slots__ = ("cancelled", "key", "nbytes", "slot", "tier")
 
@@ -87,32 +87,33 @@ class Spill:
         self.nbytes = nbytes
         self.tier = tier
         self.cancelled = False
-        """Its slot was needed before a worker began: not to be written, nor reported."""
+        """The slot was needed before a worker started: do not write, do not report."""
 
 
 @dataclass(slots=True)
-class Admission:
-    """Answer to an offer of blocks: slots to fill, and what had no room."""
+class SaveAllocation:
+    """Result of `allocate_save`: slots to fill, and the blocks that get none."""
 
-    grants: list[tuple[int, int]] = field(default_factory=list)
-    """(index into the offered keys, slot)"""
-    rejected: int = 0
-    """Held already, or on their way."""
+    slot_assignments: list[tuple[int, int]] = field(default_factory=list)
+    """(index into the keys, slot)"""
+    already_cached: int = 0
+    """Blocks that are cached or in flight."""
     dropped: int = 0
-    """Found no slot: the tail of the run."""
-    spills: list[Spill] = field(default_factory=list)
+    """Blocks that got no slot: the last ones."""
+    tier_writes: list[TierWrite] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class LoadPlan:
-    """What a load may have: leased slots, blocks to wait for, and where its run ends."""
+class LeaseResult:
+    """Result of `lease`: leased slots, in-flight loads to wait for, and where the load ends."""
 
     ready: list[tuple[int, int]] = field(default_factory=list)
-    """(index, slot) of blocks in L2, leased to the client"""
-    waiting: list[tuple[Waiter, Flight]] = field(default_factory=list)
-    flights: list[Flight] = field(default_factory=list)
-    """Those of the flights above that are new: to be given to a worker"""
-    cut_at: int = 0
-    """Index of the first block that will not come; len(keys) when all will"""
+    """(index, slot) of blocks in L2, leased to the client."""
+    waiting: list[tuple[Waiter, InFlightLoad]] = field(default_factory=list)
+    new_loads: list[InFlightLoad] = field(default_factory=list)
+    """The loads of `waiting` that are new: the caller gives them to a worker."""
+    truncated_at: int = 0
+    """Index of the first block that will not be loaded; len(keys) if all will."""
     reason: str = ""
-    spills: list[Spill] = field(default_factory=list)
+    """Why the load is truncated; empty if it is not."""
+    tier_writes: list[TierWrite] = field(default_factory=list)

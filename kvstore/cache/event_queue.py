@@ -1,6 +1,6 @@
-"""What L2 takes and drops, for whoever publishes it. Nobody listening costs nothing.
+"""The queue of L2 events (block cached, block evicted) for the event publisher.
 
-Called under the brain's lock.
+Without a publisher nothing is kept. Call it under the L2 manager's lock.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ from typing import Final
 
 from kvstore.blocks.key import Key
 
-CHANGES_MAX: Final = 1 << 16
-"""Changes kept until they are taken; when there are more, all that is there is told anew."""
+EVENTS_MAX: Final = 1 << 16
+"""Maximum events kept between two calls of `drain`; above it, `drain` returns a snapshot."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """changes: key, and whether it lies in L2 from now on, in their order. whole: nothing else
-    does; what was told before is void."""
+class L2EventBatch:
+    """events: (key, whether it is now cached in L2), oldest first. is_snapshot: the events list all
+    blocks of L2 and replace every earlier batch."""
 
-    changes: list[tuple[Key, bool]]
-    whole: bool
+    events: list[tuple[Key, bool]]
+    is_snapshot: bool
 
 
-class Changes:
-    """See the module. resident: every key that lies in L2 now."""
+class L2EventQueue:
+    """cached_keys: returns every key that is in L2 now."""
 
-    def __init__(self, resident: Callable[[], Iterable[Key]]) -> None:
-        self._resident = resident
-        self._listening = False
-        self._lost = False
-        self._changes: list[tuple[Key, bool]] = []
+    def __init__(self, cached_keys: Callable[[], Iterable[Key]]) -> None:
+        self._cached_keys = cached_keys
+        self._enabled = False
+        self._needs_snapshot = False
+        self._events: list[tuple[Key, bool]] = []
 
-    def listen(self) -> None:
-        """Keep changes from now on; the first `take` tells all that is there."""
-        self._listening = self._lost = True
+    def start(self) -> None:
+        """Keep events from now on; the first `drain` returns a snapshot."""
+        self._enabled = self._needs_snapshot = True
 
-    def moved(self, key: Key, there: bool) -> None:
-        """A block came, or went."""
-        if not self._listening or self._lost:
+    def record(self, key: Key, cached: bool) -> None:
+        """Queue an event."""
+        if not self._enabled or self._needs_snapshot:
             return
-        self._changes.append((key, there))
-        if len(self._changes) > CHANGES_MAX:
-            self._changes.clear()
-            self._lost = True
+        self._events.append((key, cached))
+        if len(self._events) > EVENTS_MAX:
+            self._events.clear()
+            self._needs_snapshot = True
 
-    def take(self) -> Told:
-        """What changed since the last call."""
-        if self._lost:
-            self._lost = False
-            return Told([(key, True) for key in self._resident()], whole=True)
-        told = Told(self._changes, whole=False)
-        self._changes = []
-        return told
+    def drain(self) -> L2EventBatch:
+        """The events since the last call."""
+        if self._needs_snapshot:
+            self._needs_snapshot = False
+            return L2EventBatch([(key, True) for key in self._cached_keys()], is_snapshot=True)
+        batch = L2EventBatch(self._events, is_snapshot=False)
+        self._events = []
+        return batch

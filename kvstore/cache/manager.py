@@ -1,13 +1,12 @@
-"""The brain: which block is where, who holds a lease, what goes where next. It does no I/O.
+"""The L2 manager: which blocks are in L2, which slots are leased, what is evicted or written next.
 
-It knows no sockets, clocks or threads; only the lock that guards its tables. Every method decides
-and returns at once; what it wants done comes back as plans (`plans.py`), which the store's threads
-carry out and report. The lock is never held across I/O, a copy or a codec. It is re-entrant, so
-that the store can keep a ticket's book in step with the brain's.
+It does no I/O and knows no sockets, clocks or threads, only the lock that guards its tables. Every
+method decides and returns at once. It returns the reads and writes to do (`commands.py`); the
+store's threads carry them out and report the outcome. No thread keeps the lock during I/O, a copy
+or a codec. The lock is re-entrant: the store can update an operation together with the tables.
 
-A key is filled by at most one filler at a time (a client with a grant, or a flight), and
-`SlotTable.publish` is the only door to READY: the first writer wins, the second is told to drop
-its copy, and nobody sees a block before its bytes are there.
+At most one filler at a time fills a key: a client with a slot assignment, or an in-flight load.
+`SlotTable.publish` is the only way to READY, so no reader sees a block before its bytes are there.
 """
 
 from __future__ import annotations
@@ -21,131 +20,133 @@ from kvstore.blocks.key import Key
 from kvstore.cache.commands import (
     COUNTERS,
     MISSING,
-    Admission,
-    Flight,
-    LoadPlan,
-    Spill,
-    Spilled,
+    InFlightLoad,
+    LeaseResult,
+    SaveAllocation,
+    TierWrite,
     Waiter,
+    WriteOutcome,
 )
 from kvstore.cache.eviction import EvictionPolicy
-from kvstore.cache.in_flight import FlightTable
-from kvstore.cache.pending_writes import STALL_OFFERS
+from kvstore.cache.in_flight import InFlightLoads
 from kvstore.cache.quotas import SlotQuotas
-from kvstore.cache.remote_locations import Places
-from kvstore.cache.slots import WORKERS, Block, Listing, SlotTable
-from kvstore.cache.tier_writes import Spills
-from kvstore.cache.tunables import Dials
+from kvstore.cache.remote_locations import RemoteLocations
+from kvstore.cache.slots import WORKERS, Block, SlotListener, SlotTable
+from kvstore.cache.tier_writes import STALL_LIMIT, TierWrites
+from kvstore.cache.tunables import L2Tunables
 from kvstore.cache.write_policy import WritePolicy
 
 
 class L2Manager:
-    """Tables of one slab. See the module's text.
+    """The tables of one slab.
 
-    slots: of the slab. tiers: how many tiers lie below. flights_max: loads in progress at most,
-    per tier; more are cut. quotas: slots by tenant (`quotas.EVERYBODY` for each other one).
-    pins_max: slots that may be pinned. stall_offers: see `queued.STALL_OFFERS`.
+    slots: slots of the slab. tiers: number of tiers. max_loads_per_tier: maximum in-flight loads
+    of one tier; further loads are truncated. quotas: slots per tenant (`OTHER_TENANTS` for each
+    tenant without an entry). max_pinned: maximum pinned slots. stall_limit: see STALL_LIMIT.
     """
 
     def __init__(
         self,
         slots: int,
-        policy: EvictionPolicy[Key],
-        write: WritePolicy,
+        eviction: EvictionPolicy[Key],
+        write_policy: WritePolicy,
         *,
         tiers: int,
-        flights_max: int,
+        max_loads_per_tier: int,
         quotas: Mapping[str, int] | None = None,
-        pins_max: int = 0,
-        stall_offers: int = STALL_OFFERS,
+        max_pinned: int = 0,
+        stall_limit: int = STALL_LIMIT,
     ) -> None:
         self.lock = threading.RLock()
-        self.places = Places()
+        self.remote_locations = RemoteLocations()
         self._counts: Counter[str] = Counter()
-        self._policy = SlotQuotas(policy, quotas or {})
-        self._table = SlotTable(slots, self._policy)
-        self.changes = self._table.changes
-        counts, stall = self._counts, stall_offers
-        self._spills = Spills(
-            self._table, write, self._policy, tiers=tiers, stall_offers=stall, counts=counts
+        self._quotas = SlotQuotas(eviction, quotas or {})
+        self._table = SlotTable(slots, self._quotas)
+        self.events = self._table.events
+        self._tier_writes = TierWrites(
+            self._table,
+            write_policy,
+            self._quotas,
+            tiers=tiers,
+            stall_limit=stall_limit,
+            counts=self._counts,
         )
-        self.dials = Dials(self.lock, self._table, self._spills, self._policy, pins_max)
-        self._flights = FlightTable(tiers, flights_max)
+        self.tunables = L2Tunables(
+            self.lock, self._table, self._tier_writes, self._quotas, max_pinned
+        )
+        self._in_flight = InFlightLoads(tiers, max_loads_per_tier)
         self._frozen = False
 
     def add_client(self, client: int) -> None:
-        """A client that may hold leases from here on."""
+        """Add a client that may have leases."""
         with self.lock:
             self._table.add_client(client)
 
     def drop_client(self, client: int) -> None:
-        """The client is gone and no copy of it can run: every lease comes back.
+        """Release every lease of a client that has exited, when no copy of it can still run.
 
-        Its flights stay useful for others; those that only it waited for are cancelled, unless a
-        worker is at work.
+        Loads that only this client waited for are cancelled, unless a worker has started them.
         """
         with self.lock:
-            for flight in self._flights.all():
-                for waiter in [w for w in flight.waiters if w.client == client]:
-                    self.leave(waiter, flight)
+            for load in self._in_flight.all():
+                for waiter in [w for w in load.waiters if w.client == client]:
+                    self.cancel_wait(waiter, load)
             self._table.drop_client(client)
 
     def freeze(self) -> None:
-        """From here on nobody is given a slot to fill; what is filled can still be published,
-        written and read.
+        """Assign no more slots. Filled slots can still be published, written and read.
 
-        For the end: leases are then taken back from engines that may still copy, and a slot that
-        came back so must not change under them.
+        For shutdown: the store then releases the leases of engines that may still copy, so the
+        content of those slots must not change.
         """
         with self.lock:
             self._frozen = True
 
     # --- saves --------------------------------------------------------------------------
 
-    def admit(self, client: int, keys: Sequence[Key], nbytes: int) -> Admission:
-        """Offer blocks of `nbytes` bytes each; slots are granted for those that are lacking."""
+    def allocate_save(self, client: int, keys: Sequence[Key], nbytes: int) -> SaveAllocation:
+        """Assign slots to the blocks that are not cached; `nbytes`: size of each block."""
         with self.lock:
-            answer = Admission()
-            # What is there first, and leased meanwhile: making room for the rest of a run must not
-            # leave a hole in it. The first block of all last, so that a prefix outlives what
-            # follows it.
-            own: list[int] = []
+            result = SaveAllocation()
+            # Lease the cached blocks first, so that making room for the others does not evict one
+            # in the middle. Touch the first block last, so that a prefix outlives its extension.
+            leased: list[int] = []
             for key in reversed(keys):
-                block = self._of_size(key, nbytes)
+                block = self._block_of_size(key, nbytes)
                 if block is not None:
-                    answer.rejected += 1
+                    result.already_cached += 1
                     if block.ready:
                         self._table.lease(client, block)
-                        own.append(block.slot)
-                        self._spills.hit(block, answer.spills)
+                        leased.append(block.slot)
+                        self._tier_writes.on_hit(block, result.tier_writes)
             for index, key in enumerate(keys):
                 if self._table.get(key) is not None:
                     continue
-                slot = self._take(key)
+                slot = self._take_slot(key)
                 if slot is None:
-                    answer.dropped = sum(self._table.get(key) is None for key in keys[index:])
+                    result.dropped = sum(self._table.get(key) is None for key in keys[index:])
                     break
-                self._table.fill(client, key, slot, nbytes)
-                answer.grants.append((index, slot))
-            self.release(client, own)
-            self._spills.ahead(answer.spills)
-            self._counts["admitted"] += len(answer.grants)
-            self._counts["rejected"] += answer.rejected
-            self._counts["busy"] += answer.dropped
-            return answer
+                self._table.fill_slot(client, key, slot, nbytes)
+                result.slot_assignments.append((index, slot))
+            self.release(client, leased)
+            self._tier_writes.preclean(result.tier_writes)
+            self._counts["stored"] += len(result.slot_assignments)
+            self._counts["already_cached"] += result.already_cached
+            self._counts["no_slot"] += result.dropped
+            return result
 
-    def commit(self, client: int, slots: Iterable[int]) -> list[Spill]:
-        """These granted slots are filled: publish them, the deepest first (evicted first)."""
+    def commit(self, client: int, slots: Iterable[int]) -> list[TierWrite]:
+        """Publish the filled slots, the last block first (it is evicted first)."""
         with self.lock:
-            spills: list[Spill] = []
+            writes: list[TierWrite] = []
             for slot in reversed(list(slots)):
-                self._spills.published(self._table.publish(client, slot), spills)
-            # Queues are served in order, and a prefix is worth more than what follows it.
-            spills.reverse()
-            return spills
+                self._tier_writes.on_publish(self._table.publish(client, slot), writes)
+            # Queues are served in order, and a prefix is worth more than its extension.
+            writes.reverse()
+            return writes
 
     def abandon(self, client: int, slots: Iterable[int]) -> None:
-        """These granted slots will not be filled; they are free again."""
+        """Free assigned slots that will not be filled."""
         with self.lock:
             for slot in slots:
                 self._table.discard(client, slot)
@@ -153,22 +154,22 @@ class L2Manager:
     # --- loads --------------------------------------------------------------------------
 
     def record_lookup(self, keys: Sequence[Key]) -> None:
-        """Somebody asks for this run, from a prompt's first block on."""
+        """Record a lookup of these keys; they start with a prompt's first block."""
         with self.lock:
-            self._policy.asked(keys)
+            self._quotas.on_lookup(keys)
 
     def match(self, keys: Sequence[Key], nbytes: int) -> int:
-        """Length of the leading run that is READY in L2."""
+        """Number of leading blocks that are READY in L2."""
         with self.lock:
-            return self._table.run(keys, nbytes)
+            return self._table.cached_prefix_len(keys, nbytes)
 
-    def held(self, keys: Sequence[Key], nbytes: int) -> list[bool]:
-        """For each key, whether it is READY in L2 or on its way there from a tier."""
+    def cached_or_loading(self, keys: Sequence[Key], nbytes: int) -> list[bool]:
+        """For each key, whether its block is READY in L2 or in flight from a tier."""
         with self.lock:
-            return self._table.held(keys, nbytes, self._flights)
+            return self._table.cached_or_loading(keys, nbytes, self._in_flight)
 
-    def lacks(self, key: Key) -> bool:
-        """Nobody has a block of this key in L2, nor is filling one."""
+    def is_absent(self, key: Key) -> bool:
+        """Whether L2 neither has a block of this key nor is getting one."""
         with self.lock:
             return self._table.get(key) is None
 
@@ -179,83 +180,85 @@ class L2Manager:
         nbytes: int,
         sources: Sequence[int | None],
         owner: Any,
-    ) -> LoadPlan:
-        """Lease the run to a client: what is READY now, what is on its way or can be fetched.
+    ) -> LeaseResult:
+        """Lease the leading blocks to a client: READY ones now, others when they are loaded.
 
-        sources: for each key the tier that has it, None where none is known to.
+        sources: for each key the index of a tier that has it, or None if no tier is known to.
         """
         with self.lock:
-            plan = LoadPlan(cut_at=len(keys))
-            # First what is there, so that making room for the rest cannot evict it; the first
-            # block last, so that it is the most recent of all.
+            result = LeaseResult(truncated_at=len(keys))
+            # Lease the cached blocks first, so that making room for the others does not evict
+            # them. Touch the first block last: it is then the most recently used.
             ready: dict[int, int] = {}
             for index in range(len(keys) - 1, -1, -1):
-                block = self._table.usable(keys[index], nbytes)
+                block = self._table.ready_block(keys[index], nbytes)
                 if block is not None:
                     self._table.lease(client, block)
-                    self._spills.hit(block, plan.spills)
+                    self._tier_writes.on_hit(block, result.tier_writes)
                     ready[index] = block.slot
             for index in range(len(keys)):
                 if index in ready:
                     continue
                 waiter = Waiter(client, owner, index)
-                plan.reason = self._fetch(waiter, keys[index], nbytes, sources[index], plan)
-                if plan.reason:
-                    plan.cut_at = index
+                result.reason = self._join_or_start(
+                    waiter, keys[index], nbytes, sources[index], result
+                )
+                if result.reason:
+                    result.truncated_at = index
                     break
             for index in sorted(ready):
-                if index < plan.cut_at:
-                    plan.ready.append((index, ready[index]))
+                if index < result.truncated_at:
+                    result.ready.append((index, ready[index]))
                 else:
                     self._table.release(client, ready[index])
-            self._spills.ahead(plan.spills)
-            return plan
+            self._tier_writes.preclean(result.tier_writes)
+            return result
 
-    def take_off(self, flight: Flight) -> bool:
-        """A worker begins; False when the flight was cancelled."""
+    def start_load(self, load: InFlightLoad) -> bool:
+        """A worker starts the read; False if the load was cancelled."""
         with self.lock:
-            flight.started = not flight.cancelled
-            return flight.started
+            load.started = not load.cancelled
+            return load.started
 
-    def redirect(self, flight: Flight, tier: int) -> bool:
-        """The flight goes on from another tier, where no worker has begun it; False when it cannot:
-        nobody waits for it any more, or that tier has as many as it may."""
+    def redirect_load(self, load: InFlightLoad, tier: int) -> bool:
+        """Continue the load from another tier, where no worker has started it. False if no waiter
+        is left, or the tier has its maximum number of loads."""
         with self.lock:
-            if not flight.waiters or self._flights.full(tier):
+            if not load.waiters or self._in_flight.is_full(tier):
                 return False
-            self._flights.redirect(flight, tier)
+            self._in_flight.redirect(load, tier)
             return True
 
-    def land(self, flight: Flight) -> tuple[list[Waiter], list[Spill]]:
-        """The block is in its slot, verified: publish it and lease it to those who still wait."""
+    def complete_load(self, load: InFlightLoad) -> tuple[list[Waiter], list[TierWrite]]:
+        """The block is in its slot and verified: publish it and lease it to its waiters."""
         with self.lock:
-            self._flights.end(flight)
-            block = self._table.publish(WORKERS, flight.slot)
-            for waiter in flight.waiters:
+            self._in_flight.end(load)
+            block = self._table.publish(WORKERS, load.slot)
+            for waiter in load.waiters:
                 self._table.lease(waiter.client, block)
-            spills: list[Spill] = []
-            self._spills.landed(block, flight.tier, spills)
-            return list(flight.waiters), spills
+            writes: list[TierWrite] = []
+            self._tier_writes.on_load(block, load.tier, writes)
+            return list(load.waiters), writes
 
-    def fail(self, flight: Flight) -> list[Waiter]:
-        """The block did not come; its slot is free again. Returns those who waited."""
+    def fail_load(self, load: InFlightLoad) -> list[Waiter]:
+        """The load failed: free its slot. Returns its waiters."""
         with self.lock:
-            self._flights.end(flight)
-            self._table.discard(WORKERS, flight.slot)
-            return list(flight.waiters)
+            self._in_flight.end(load)
+            self._table.discard(WORKERS, load.slot)
+            return list(load.waiters)
 
-    def leave(self, waiter: Waiter, flight: Flight) -> None:
-        """A waiter gives up. A flight that nobody waits for and no worker began is cancelled."""
+    def cancel_wait(self, waiter: Waiter, load: InFlightLoad) -> None:
+        """Remove a waiter. A load without waiters is cancelled unless a worker has started it."""
         with self.lock:
-            if waiter not in flight.waiters or self._flights.get(flight.key) is not flight:
+            if waiter not in load.waiters or self._in_flight.get(load.key) is not load:
                 return
-            flight.waiters.remove(waiter)
-            if not flight.waiters and not flight.started:
-                flight.cancelled = True
-                self.fail(flight)
+            load.waiters.remove(waiter)
+            if not load.waiters and not load.started:
+                load.cancelled = True
+                self.fail_load(load)
 
-    def borrow(self, key: Key) -> tuple[int, int] | None:
-        """(slot, nbytes) of a READY block, leased to the workers; None when there is none."""
+    def lease_for_worker(self, key: Key) -> tuple[int, int] | None:
+        """Lease a READY block to the workers: (slot, nbytes), or None if it is not READY."""
         with self.lock:
             block = self._table.get(key)
             if block is None or not block.ready:
@@ -264,178 +267,182 @@ class L2Manager:
             return block.slot, block.nbytes
 
     def release(self, client: int, slots: Iterable[int]) -> None:
-        """Leases of READY slots go back."""
+        """Release leases of READY slots."""
         with self.lock:
             for slot in slots:
                 self._table.release(client, slot)
 
-    # --- spills -------------------------------------------------------------------------
+    # --- writes to tiers ----------------------------------------------------------------
 
-    def begin(self, spill: Spill) -> bool:
-        """A worker begins to write; False when the spill was cancelled."""
+    def start_write(self, write: TierWrite) -> bool:
+        """A worker starts the write; False if the write was cancelled."""
         with self.lock:
-            return self._spills.begin(spill)
+            return self._tier_writes.start(write)
 
-    def spilled(self, spill: Spill, outcome: Spilled) -> None:
-        """A spill ended; its lease goes back. See `Spills.ended`."""
+    def complete_write(self, write: TierWrite, outcome: WriteOutcome) -> None:
+        """A write has ended; release its lease. See `TierWrites.complete`."""
         with self.lock:
-            self._spills.ended(spill, outcome)
+            self._tier_writes.complete(write, outcome)
 
-    def spill_dirty(self, limit: int) -> list[Spill]:
-        """Spills of up to `limit` dirty blocks, coldest first: for a flush."""
+    def flush_dirty(self, limit: int) -> list[TierWrite]:
+        """Writes of up to `limit` dirty blocks, in eviction order: for a flush."""
         with self.lock:
-            return self._spills.dirty(limit)
+            return self._tier_writes.enqueue_dirty(limit)
 
-    def dirty(self) -> set[Key]:
-        """Blocks that are to be written before they go."""
+    def dirty_keys(self) -> set[Key]:
+        """Keys of the blocks that must be written before they may be evicted."""
         with self.lock:
-            return self._table.dirty()
+            return self._table.dirty_keys()
 
-    # --- care ---------------------------------------------------------------------------
+    # --- maintenance --------------------------------------------------------------------
 
-    def pin(self, keys: Sequence[Key], nbytes: int) -> tuple[int, list[Spill]]:
-        """Keep the leading run that is READY in L2 until `unpin`: neither evicted nor cleared.
+    def pin(self, keys: Sequence[Key], nbytes: int) -> tuple[int, list[TierWrite]]:
+        """Pin the leading blocks that are READY: `evict` and `clear` skip them until `unpin`.
 
-        Returns how many of the keys are pinned now (fewer: not READY, or no more may be pinned),
-        and what is to be written below, because it would else have waited for its eviction.
+        Returns the number of keys that are now pinned, and writes of blocks that would otherwise be
+        written at their eviction. The number is below len(keys) if the next block is not READY, or
+        the maximum of pinned slots is reached.
         """
         with self.lock:
-            spills: list[Spill] = []
+            writes: list[TierWrite] = []
             for index, key in enumerate(keys):
-                block = self._table.usable(key, nbytes)
+                block = self._table.ready_block(key, nbytes)
                 if block is None:
-                    return index, spills
+                    return index, writes
                 if self._table.is_pinned(block):
                     continue
-                if self._table.pinned >= self.dials.pins_max:
-                    return index, spills
+                if self._table.pinned >= self.tunables.max_pinned:
+                    return index, writes
                 self._table.pin(block)
-                self._spills.settle(block, spills)
-            return len(keys), spills
+                self._tier_writes.write_now(block, writes)
+            return len(keys), writes
 
     def unpin(self, keys: Iterable[Key] | None = None) -> int:
-        """Let these, or all, be evicted again; returns how many were pinned."""
+        """Unpin these blocks, or all; returns how many were pinned."""
         with self.lock:
-            blocks = self._table.pinned_of(keys)
+            blocks = self._table.pinned_blocks(keys)
             for block in blocks:
                 self._table.unpin(block)
             return len(blocks)
 
-    def pinned(self, keys: Iterable[Key]) -> int:
-        """How many of these are pinned."""
+    def count_pinned(self, keys: Iterable[Key]) -> int:
+        """Number of these keys that are pinned."""
         with self.lock:
-            return len(self._table.pinned_of(keys))
+            return len(self._table.pinned_blocks(keys))
 
-    def age(self, epochs: int) -> tuple[int, list[Spill]]:
-        """One epoch has passed: evict what was published at least so many ago, nobody uses, and
-        waits for no write; how many, and the writes of what is not written yet and goes later."""
+    def evict_expired(self, epochs: int) -> tuple[int, list[TierWrite]]:
+        """Start a new epoch and evict evictable blocks published at least `epochs` epochs ago.
+
+        Returns the number of evicted blocks, and writes of old dirty blocks that go later.
+        """
         with self.lock:
             self._table.epoch += 1
-            spills: list[Spill] = []
+            writes: list[TierWrite] = []
             evicted = 0
-            for block in self._table.older(epochs):
+            for block in self._table.older_than(epochs):
                 if block.evictable:
                     self._table.evict(block)
                     evicted += 1
                 else:
-                    self._spills.settle(block, spills)
+                    self._tier_writes.write_now(block, writes)
             self._counts["expired"] += evicted
-            return evicted, spills
+            return evicted, writes
 
-    def adopt(self, key: Key, nbytes: int, spare: int) -> int | None:
-        """A slot to fill with a block that a tier has, before anybody asks for it.
+    def reserve_for_warm(self, key: Key, nbytes: int, spare: int) -> int | None:
+        """A slot to fill with a block that a tier has, before any request needs it.
 
-        None when L2 has the key, its tenant has its share, or no more than `spare` slots are free:
-        nothing is evicted for it. To be handed to `adopted` or `abandon`, as WORKERS.
+        None if L2 has the key, the tenant's quota is full, or at most `spare` slots are free:
+        nothing is evicted for warming. The caller then calls `publish_warmed`, or `abandon` as
+        WORKERS.
         """
         with self.lock:
             if self._table.free <= spare or self._table.get(key) is not None:
                 return None
-            if self._frozen or self._policy.full(key.tenant):
+            if self._frozen or self._quotas.is_full(key.tenant):
                 return None
-            slot = self._table.take()
+            slot = self._table.take_slot()
             assert slot is not None
-            self._table.fill(WORKERS, key, slot, nbytes)
+            self._table.fill_slot(WORKERS, key, slot, nbytes)
             return slot
 
-    def adopted(self, slot: int) -> None:
-        """The block in an adopted slot is there: publish it. The tiers have it already."""
+    def publish_warmed(self, slot: int) -> None:
+        """Publish the block in a slot of `reserve_for_warm`. The tiers have it already."""
         with self.lock:
             self._table.publish(WORKERS, slot).written = True
             self._counts["warmed"] += 1
 
     # --- views --------------------------------------------------------------------------
 
-    def list_in(self, listing: Listing) -> None:
-        """Show every READY block there, now and from here on."""
+    def set_listener(self, listener: SlotListener) -> None:
+        """Tell the listener of every READY block, now and from now on."""
         with self.lock:
-            self._table.list_in(listing)
+            self._table.set_listener(listener)
 
     def clear(self) -> int:
-        """Evict every block that nobody has a lease on; returns how many."""
+        """Evict every block without a lease; returns their number."""
         with self.lock:
             return self._table.evict_idle()
 
     def stats(self) -> dict[str, Any]:
-        """Occupancy in slots, and counters; "tenants": slots by tenant; "eviction": its policy's
-        own numbers."""
+        """Occupancy in slots, and counters. "tenants": slots in use by tenant. "eviction": figures
+        of the eviction policy."""
         with self.lock:
             return {
                 **self._table.stats(),
-                "pins_max": self.dials.pins_max,
-                "flights": len(self._flights),
-                "spilling": self._spills.spilling,
-                "known": len(self.places),
+                "max_pinned": self.tunables.max_pinned,
+                "loads_in_flight": len(self._in_flight),
+                "tier_writes_in_flight": self._tier_writes.in_flight,
+                "remote_locations": len(self.remote_locations),
                 **{name: self._counts[name] for name in COUNTERS},
-                "tenants": dict(self._policy.slots),
-                "eviction": self._policy.stats(),
+                "tenants": dict(self._quotas.slots),
+                "eviction": self._quotas.stats(),
             }
 
     def check(self) -> None:
         """Assert every invariant of the tables; for tests."""
         with self.lock:
             self._table.check()
-            self._flights.check(self._table)
-            self._spills.check()
+            self._in_flight.check(self._table)
+            self._tier_writes.check()
 
-    # --- inside: all under the lock -----------------------------------------------------
+    # --- internal, under the lock -------------------------------------------------------
 
-    def _fetch(
-        self, waiter: Waiter, key: Key, nbytes: int, source: int | None, plan: LoadPlan
+    def _join_or_start(
+        self, waiter: Waiter, key: Key, nbytes: int, source: int | None, result: LeaseResult
     ) -> str:
-        """Join the flight of a block or start one; says why not, when neither can be."""
-        flight = self._flights.get(key)
-        if flight is None:
-            if self._of_size(key, nbytes) is not None:
-                return "being saved, or of another size"
+        """Join or start the in-flight load of a block. Returns the reason if that is impossible."""
+        load = self._in_flight.get(key)
+        if load is None:
+            if self._block_of_size(key, nbytes) is not None:
+                return "the block is being saved, or has another size"
             if source is None:
                 return MISSING
-            if self._flights.full(source):
-                return "too many loads in progress"
-            slot = self._take(key)
+            if self._in_flight.is_full(source):
+                return "too many loads in flight"
+            slot = self._take_slot(key)
             if slot is None:
-                self._counts["busy"] += 1
+                self._counts["no_slot"] += 1
                 return "no free slot"
-            self._table.fill(WORKERS, key, slot, nbytes)
-            flight = Flight(key, slot, nbytes, source)
-            self._flights.start(flight)
-            plan.flights.append(flight)
-        elif flight.nbytes != nbytes:
-            return "of another size"
-        flight.waiters.append(waiter)
-        plan.waiting.append((waiter, flight))
+            self._table.fill_slot(WORKERS, key, slot, nbytes)
+            load = InFlightLoad(key, slot, nbytes, source)
+            self._in_flight.start(load)
+            result.new_loads.append(load)
+        elif load.nbytes != nbytes:
+            return "the block has another size"
+        load.waiters.append(waiter)
+        result.waiting.append((waiter, load))
         return ""
 
-    def _of_size(self, key: Key, nbytes: int) -> Block | None:
-        """The block of this key. A namespace has blocks of one size: one of another size came as a
-        frame before any session had told the size, and goes as soon as nobody uses it."""
+    def _block_of_size(self, key: Key, nbytes: int) -> Block | None:
+        """The block of this key. A block of another size is evicted if it is not in use: all blocks
+        of a namespace have one size, but a frame can be put over HTTP before the size is known."""
         block = self._table.get(key)
         wrong = block is not None and block.ready and block.nbytes != nbytes
-        if block is None or not wrong or not self._spills.idle(block):
+        if block is None or not wrong or not self._tier_writes.only_pending_leases(block):
             return block
-        self._spills.give_up(block)
+        self._tier_writes.evict_unwritten(block)
         return None
 
-    def _take(self, key: Key) -> int | None:
-        """A slot to fill with this key."""
-        return None if self._frozen else self._spills.take(key.tenant)
+    def _take_slot(self, key: Key) -> int | None:
+        """A slot to fill with this key; None if none can be assigned."""
+        return None if self._frozen else self._tier_writes.take_slot(key.tenant)

@@ -1,4 +1,4 @@
-"""Where blocks are known to lie in tiers that cannot say so from memory."""
+"""The keys that remote tiers are known to have. Only a query of the tier could tell otherwise."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from typing import Final
 
 from kvstore.blocks.key import Key
 
-KNOWN_MAX: Final = 1 << 20
-"""Keys remembered for each tier; the longest unconfirmed are forgotten first."""
+MAX_KEYS: Final = 1 << 20
+"""Maximum keys per tier; the key that was confirmed longest ago is dropped first."""
 
 
-class Places:
-    """A bounded memory of positive answers. Negative ones are not kept: another node may write.
+class RemoteLocations:
+    """A bounded set of keys per tier. It has no negative entries: another node may write the block.
 
-    Called under the brain's lock.
+    Call it under the L2 manager's lock.
     """
 
-    def __init__(self, known_max: int = KNOWN_MAX) -> None:
-        self._known_max = known_max
-        self._in_tier: dict[int, OrderedDict[Key, None]] = {}
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._max_keys = max_keys
+        self._by_tier: dict[int, OrderedDict[Key, None]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._in_tier.values()))
+        return sum(map(len, self._by_tier.values()))
 
-    def learn(self, tier: int, keys: Iterable[Key]) -> None:
-        """This tier has these keys."""
-        known = self._in_tier.setdefault(tier, OrderedDict())
+    def add(self, tier: int, keys: Iterable[Key]) -> None:
+        """Record that the tier has these keys."""
+        known = self._by_tier.setdefault(tier, OrderedDict())
         for key in keys:
             known[key] = None
             known.move_to_end(key)
-            if len(known) > self._known_max:
+            if len(known) > self._max_keys:
                 known.popitem(last=False)
 
-    def forget(self, tier: int, keys: Iterable[Key] | None = None) -> None:
-        """This tier has not; without keys: it was emptied."""
+    def remove(self, tier: int, keys: Iterable[Key] | None = None) -> None:
+        """Record that the tier does not have these keys; None: it was emptied."""
         if keys is None:
-            self._in_tier.pop(tier, None)
+            self._by_tier.pop(tier, None)
             return
-        known = self._in_tier.get(tier, OrderedDict())
+        known = self._by_tier.get(tier, OrderedDict())
         for key in keys:
             known.pop(key, None)
 
-    def known(self, tier: int, keys: Sequence[Key]) -> list[bool]:
-        """For each key, whether this tier is known to have it."""
-        known = self._in_tier.get(tier, OrderedDict())
+    def contains(self, tier: int, keys: Sequence[Key]) -> list[bool]:
+        """For each key, whether the tier is known to have it."""
+        known = self._by_tier.get(tier, OrderedDict())
         return [key in known for key in keys]

@@ -1,4 +1,4 @@
-"""What of the brain can be set while it runs, and a look at what it holds. No I/O, no decisions."""
+"""Settings of the L2 manager that can change at runtime, and a list of its blocks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from kvstore.blocks.key import Key
 from kvstore.cache.quotas import SlotQuotas
 from kvstore.cache.slots import SlotTable
-from kvstore.cache.tier_writes import Spills
+from kvstore.cache.tier_writes import TierWrites
 from kvstore.cache.write_policy import WritePolicy
 
 
 @dataclass(frozen=True)
-class Held:
-    """A READY block of L2. hits: since it was published."""
+class BlockInfo:
+    """Snapshot of a READY block of L2. hits: since it was published."""
 
     key: Key
     nbytes: int
@@ -25,45 +25,45 @@ class Held:
     dirty: bool
 
 
-class Dials:
-    """Made by the brain over its tables; lock: the brain's. pins_max: slots that may be pinned."""
+class L2Tunables:
+    """Part of the L2 manager; lock: the manager's. max_pinned: maximum pinned slots."""
 
     def __init__(
         self,
         lock: threading.RLock,
         table: SlotTable,
-        spills: Spills,
+        tier_writes: TierWrites,
         quotas: SlotQuotas,
-        pins_max: int,
+        max_pinned: int,
     ) -> None:
-        self.pins_max = pins_max
+        self.max_pinned = max_pinned
         self._lock = lock
         self._table = table
-        self._spills = spills
+        self._tier_writes = tier_writes
         self._quotas = quotas
 
-    def set(self, write: WritePolicy, quotas: Mapping[str, int], pins_max: int) -> None:
-        """From here on, these. A tenant that has more slots than it may have makes room with its
-        next save; more pins than may be stay until they are let go."""
+    def set(self, write_policy: WritePolicy, quotas: Mapping[str, int], max_pinned: int) -> None:
+        """Apply new settings. A tenant above its new quota makes room at its next save. Pins above
+        the new maximum stay until they are unpinned."""
         with self._lock:
-            self._spills.follow(write)
-            self._quotas.limit_to(quotas)
-            self.pins_max = pins_max
+            self._tier_writes.set_policy(write_policy)
+            self._quotas.set_limits(quotas)
+            self.max_pinned = max_pinned
 
-    def held(self) -> list[Held]:
-        """Every READY block: the pinned ones, then those that would be evicted last first."""
+    def blocks(self) -> list[BlockInfo]:
+        """Every READY block: pinned ones first, then in reverse eviction order."""
         with self._lock:
-            coldest = list(self._quotas.victims())
-            loose = set(coldest)
-            blocks = [block for block in self._table.ready() if block.key not in loose]
-            blocks += [self._table[key] for key in reversed(coldest)]
+            evicted_first = list(self._quotas.eviction_order())
+            not_pinned = set(evicted_first)
+            blocks = [block for block in self._table.ready_blocks() if block.key not in not_pinned]
+            blocks += [self._table[key] for key in reversed(evicted_first)]
             return [
-                Held(
+                BlockInfo(
                     key=block.key,
                     nbytes=block.nbytes,
                     hits=block.hits,
                     pinned=(pinned := self._table.is_pinned(block)),
-                    leased=block.count > 1 + pinned,
+                    leased=block.ref_count > 1 + pinned,
                     dirty=block.dirty,
                 )
                 for block in blocks

@@ -1,4 +1,4 @@
-"""`kvstore clear`: empty a tier of a running sidecar."""
+"""`kvstore clear`: deletes the blocks of a tier of a running sidecar."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 import typer
 
-LIMIT_S: Final = 60.0
-"""Deleting what a large tier holds takes a while."""
+TIMEOUT_S: Final = 60.0
+"""Deleting the blocks of a large tier takes time."""
 
 
 def register(app: typer.Typer) -> None:
@@ -19,30 +19,35 @@ def register(app: typer.Typer) -> None:
 
 
 def clear(
-    tier: Annotated[str, typer.Argument(help="l2, a tier's name, or all.")],
+    tier: Annotated[str, typer.Argument(help="Tier to clear: l2, a tier's name, or all.")],
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Do not ask; needed where nobody can answer.")
+        bool,
+        typer.Option(
+            "--yes",
+            "-y",
+            help="Skip the confirmation. Required when stdin is not a terminal.",
+        ),
     ] = False,
     url: Annotated[
-        str | None, typer.Option(help="The sidecar's HTTP side, http://host:port.")
+        str | None, typer.Option(help="URL of the sidecar's HTTP server, http://host:port.")
     ] = None,
-    token: Annotated[
-        str | None, typer.Option(help="The admin token, where it asks for one.")
+    auth_token: Annotated[
+        str | None, typer.Option(help="The sidecar's admin auth token, if it requires one.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Empty a tier. What engines use now, and what is pinned, stays; what is lost is recomputed.
+    """Delete all blocks of a tier, except leased and pinned ones.
 
-    Exits with 1 when it was not confirmed.
+    Exits with 1 if the deletion was not confirmed.
     """
-    from kvstore.cli.common.sidecar_http import address, ask
+    from kvstore.cli.common.sidecar_http import request_json, sidecar_url
     from kvstore.errors import ConfigError
 
     if not yes:
         if not sys.stdin.isatty():
-            raise ConfigError("clear deletes blocks; give --yes where nobody can be asked")
-        if not typer.confirm(f"Delete every block in {tier}?", err=True):
+            raise ConfigError("clear deletes blocks: give --yes when stdin is not a terminal")
+        if not typer.confirm(f"Delete all blocks in {tier}?", err=True):
             raise typer.Exit(1)
     path = f"/v1/clear?tier={quote(tier)}"
-    answer = ask(address(url), path, {}, token=token, limit_s=LIMIT_S)
+    answer = request_json(sidecar_url(url), path, {}, auth_token=auth_token, timeout_s=TIMEOUT_S)
     print(json.dumps(answer) if as_json else f"{answer['cleared']}: cleared")

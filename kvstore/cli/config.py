@@ -1,4 +1,4 @@
-"""`kvstore config show | check | schema | reload`: the configuration and its changes."""
+"""`kvstore config show | check | schema | reload`: shows, checks and reloads the configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from kvstore.cli.common.set_option import Assignments, assigned
 
-EXIT_MISTAKE = 2
+EXIT_USER_ERROR = 2
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -26,14 +26,15 @@ def register(app: typer.Typer) -> None:
 
 def show(
     config: Annotated[
-        str | None, typer.Option(help="TOML file; KVSTORE_* and the options here win over it.")
+        str | None,
+        typer.Option(help="Configuration file (TOML). KVSTORE_* and options override it."),
     ] = None,
     set_: Assignments = None,
     as_json: Json = False,
 ) -> None:
-    """Print every value in force and where it comes from: default, file, environment or flag.
+    """Print every effective value with its source: default, file, environment or flag.
 
-    The output is a configuration file that says all of it. Secrets are masked.
+    The output is a complete configuration file. Secrets are masked.
     """
     from kvstore.cli.common.config_in_force import as_json as to_json
     from kvstore.cli.common.config_in_force import as_toml, effective
@@ -46,38 +47,38 @@ def show(
 
 
 def check(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="TOML files.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Configuration files (TOML) to check.")
+    ],
     as_json: Json = False,
 ) -> None:
-    """Check files fully, tiers' own keys, names and sizes included; every mistake is a line.
+    """Check configuration files, including the tiers' own keys. Prints one line per error.
 
-    Nothing is opened, made or asked, and KVSTORE_* is not read. Exits with 2 when a file has a
-    mistake.
+    Does not open files, create directories or connect to servers. Ignores KVSTORE_* variables.
+    Exits with 2 if a file has an error.
     """
-    from kvstore.cli.common.config_check import wrong_with
+    from kvstore.cli.common.config_check import find_errors
 
-    mistakes = {str(file): wrong_with(file) for file in files}
+    errors = {str(file): find_errors(file) for file in files}
     if as_json:
         report = [
-            {"file": file, "ok": not lines, "mistakes": lines} for file, lines in mistakes.items()
+            {"file": file, "ok": not lines, "errors": lines} for file, lines in errors.items()
         ]
-        print(json.dumps({"ok": not any(mistakes.values()), "files": report}))
+        print(json.dumps({"ok": not any(errors.values()), "files": report}))
     else:
-        for file, lines in mistakes.items():
+        for file, lines in errors.items():
             if not lines:
-                print(f"{file}: right")
+                print(f"{file}: ok")
             for line in lines:
                 print(f"{file}: {' '.join(line.split())}", file=sys.stderr)
-    if any(mistakes.values()):
-        raise typer.Exit(EXIT_MISTAKE)
+    if any(errors.values()):
+        raise typer.Exit(EXIT_USER_ERROR)
 
 
 def schema(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="In one line; it is JSON either way.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the schema in one line.")] = False,
 ) -> None:
-    """Print the JSON Schema of the file, the tiers' own parts included."""
+    """Print the JSON Schema of the configuration file, including the tiers' own keys."""
     from kvstore.cli.common.config_schema import schema as make
 
     print(json.dumps(make(), indent=None if as_json else 2))
@@ -85,33 +86,33 @@ def schema(
 
 def reload(
     url: Annotated[
-        str | None, typer.Option(help="The sidecar's HTTP side, http://host:port.")
+        str | None, typer.Option(help="URL of the sidecar's HTTP server, http://host:port.")
     ] = None,
-    token: Annotated[
-        str | None, typer.Option(help="The admin token, where it asks for one.")
+    auth_token: Annotated[
+        str | None, typer.Option(help="The sidecar's admin auth token, if it requires one.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Have a running sidecar read its file anew, as SIGHUP does.
+    """Make a running sidecar read its configuration file again, as SIGHUP does.
 
-    What can change while it runs does, all of it at once. Exits with 2, and nothing has changed,
-    when the file has a mistake or changes what needs a restart.
+    All changed keys that can change at runtime take effect at once. If the file has an error, or
+    changes a key that needs a restart, nothing changes and the exit code is 2.
     """
-    from kvstore.cli.common.sidecar_http import address, ask
+    from kvstore.cli.common.sidecar_http import request_json, sidecar_url
 
-    answer = ask(address(url), "/v1/reload", {}, token=token, limit_s=60.0)
+    answer = request_json(sidecar_url(url), "/v1/reload", {}, auth_token=auth_token, timeout_s=60.0)
     if as_json:
         print(json.dumps(answer))
         return
     for change in answer["changed"]:
-        print(_said(change))
+        print(_describe(change))
     for key in answer["for_engines"]:
-        print(f"{key}: engines read it when they start")
+        print(f"{key}: read by engines at start")
     if not answer["changed"] and not answer["for_engines"]:
-        print("nothing has changed")
+        print("no changes")
 
 
-def _said(change: dict[str, Any]) -> str:
-    if "was" not in change:
+def _describe(change: dict[str, Any]) -> str:
+    if "old" not in change:
         return f"{change['key']}: changed"
-    return f"{change['key']}: {change['was']} -> {change['now']}"
+    return f"{change['key']}: {change['old']} -> {change['new']}"

@@ -1,4 +1,4 @@
-"""`kvstore hash`: the hashes that vLLM, and kvstore, give a prompt's full blocks."""
+"""`kvstore hash`: prints the hashes that vLLM and kvstore give to a prompt's full blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from kvstore.errors import ConfigError
 
 MAX_INPUT_BYTES = 1 << 28
-"""Far more than any context holds; a wrong file on stdin should not fill the memory."""
+"""Far above any context. Keeps a wrong file on stdin from filling the memory."""
 
 
 def register(app: typer.Typer) -> None:
@@ -21,29 +21,31 @@ def register(app: typer.Typer) -> None:
 
 
 def hash_command(
-    tokens: Annotated[
-        str, typer.Option(help="Token ids: - reads them from stdin, anything else is a file.")
+    token_ids: Annotated[
+        str, typer.Option(help="File with the prompt's token ids, or - for stdin.")
     ],
-    algo: Annotated[str, typer.Option(help="sha256_cbor or xxhash_cbor.")] = "sha256_cbor",
-    block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    algo: Annotated[
+        str, typer.Option(help="Hash algorithm: sha256_cbor or xxhash_cbor.")
+    ] = "sha256_cbor",
+    block_tokens: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
     hash_seed: Annotated[
-        str | None, typer.Option(help="What the engine has in PYTHONHASHSEED, if anything.")
+        str | None, typer.Option(help="The engine's PYTHONHASHSEED, if it is set.")
     ] = None,
-    cache_salt: Annotated[str | None, typer.Option(help="The request's cache_salt.")] = None,
-    lora_name: Annotated[str | None, typer.Option(help="The adapter's name.")] = None,
-    lora_path: Annotated[str | None, typer.Option(help="The adapter's path.")] = None,
+    cache_salt: Annotated[str | None, typer.Option(help="cache_salt of the request.")] = None,
+    lora_name: Annotated[str | None, typer.Option(help="Name of the LoRA adapter.")] = None,
+    lora_path: Annotated[str | None, typer.Option(help="Path of the LoRA adapter.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print one hex hash per full block of a prompt's token ids."""
     from kvstore.blocks.hashing import BlockHasher
 
     if (lora_name is None) != (lora_path is None):
-        raise ConfigError("--lora-name and --lora-path go together: both are part of the hash")
+        raise ConfigError("give both --lora-name and --lora-path: the hash depends on both")
     lora = (lora_name, lora_path) if lora_name is not None and lora_path is not None else None
     hasher = BlockHasher(algo, block_tokens, seed=hash_seed, cache_salt=cache_salt, lora=lora)
     try:
         hashes = [
-            block.hex() for block in hasher.feed(parse_token_ids(read_text(tokens, "token ids")))
+            block.hex() for block in hasher.feed(parse_token_ids(read_text(token_ids, "token ids")))
         ]
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -55,34 +57,34 @@ def hash_command(
 
 
 def parse_token_ids(text: str) -> list[int]:
-    """Ids of a JSON list, or of digits separated by any whitespace or commas.
+    """Parse a JSON list of ids, or ids separated by whitespace or commas.
 
     Raises:
-        ConfigError: something else stands there.
+        ConfigError: the text is neither.
     """
     if text.lstrip().startswith("["):
         try:
             ids: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"the token ids look like JSON and are not: {error}") from None
+            raise ConfigError(f"token ids are invalid JSON: {error}") from None
         for place, token in enumerate(ids):
             if type(token) is not int:
-                raise _no_token(json.dumps(token), place)
+                raise _invalid_token(json.dumps(token), place)
         return list(ids)
     words = [word for word in re.split(r"[\s,]+", text) if word]
     for place, word in enumerate(words):
         if not (word.isascii() and word.isdigit()) or len(word) > 20:
-            raise _no_token(word, place)
+            raise _invalid_token(word, place)
     return [int(word) for word in words]
 
 
-def _no_token(word: str, place: int) -> ConfigError:
+def _invalid_token(word: str, place: int) -> ConfigError:
     shown = word if len(word) <= 40 else word[:40] + "..."
-    return ConfigError(f"{shown!r} (number {place + 1}) is no token id; ids are integers from 0")
+    return ConfigError(f"token id {place + 1} must be a non-negative integer (got {shown!r})")
 
 
 def read_text(source: str, what: str) -> str:
-    """The text of a file, or of stdin for "-". Raises ConfigError: it cannot be read as `what`."""
+    """Read a file, or stdin for "-". Raises ConfigError on failure. what: for messages."""
     try:
         if source == "-":
             raw = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
@@ -92,8 +94,8 @@ def read_text(source: str, what: str) -> str:
     except OSError as error:
         raise ConfigError(f"cannot read {what} from {source!r}: {error.strerror}") from None
     if len(raw) > MAX_INPUT_BYTES:
-        raise ConfigError(f"more than {MAX_INPUT_BYTES} bytes of {what}; give them in parts")
+        raise ConfigError(f"{what} from {source!r} are longer than {MAX_INPUT_BYTES} bytes")
     try:
         return raw.decode()
     except UnicodeDecodeError:
-        raise ConfigError(f"{what} from {source!r} are no text") from None
+        raise ConfigError(f"{what} from {source!r} are not UTF-8 text") from None

@@ -1,4 +1,4 @@
-"""`kvstore ls`: what a running sidecar holds."""
+"""`kvstore ls`: lists the cached blocks of a running sidecar."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from urllib.parse import urlencode
 
 import typer
 
-LIMIT_S: Final = 60.0
-"""Listing a large tier takes a while."""
+TIMEOUT_S: Final = 60.0
+"""Listing a large tier takes time."""
 HASH_SHOWN: Final = 16
-"""Digits of a hash, and of a namespace, in the table; --json has all of them."""
+"""Digits of a hash or namespace in the table. --json has all of them."""
 
 
 def register(app: typer.Typer) -> None:
@@ -21,41 +21,53 @@ def register(app: typer.Typer) -> None:
 
 
 def ls(
-    tier: Annotated[str | None, typer.Option(help="Only this tier: l2, disk, ...")] = None,
-    tenant: Annotated[str | None, typer.Option(help="Only this tenant's blocks.")] = None,
-    namespace: Annotated[str | None, typer.Option(help="Only this namespace's, a digest.")] = None,
+    tier: Annotated[
+        str | None, typer.Option(help="List only this tier: l2, or a tier's name.")
+    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="List only this tenant's blocks.")] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="List only blocks of this namespace (its digest).")
+    ] = None,
     blocks: Annotated[
-        bool, typer.Option("--blocks", help="Each block, the most recently used first.")
+        bool, typer.Option("--blocks", help="List single blocks, the most recently used first.")
     ] = False,
     prefixes: Annotated[
-        bool, typer.Option("--prefixes", help="The runs asked for of late, and where they lie.")
+        bool,
+        typer.Option(
+            "--prefixes", help="List recently looked-up prefixes and the tiers of their blocks."
+        ),
     ] = False,
-    limit: Annotated[int, typer.Option(help="Lines at most, up to 10000.")] = 100,
+    limit: Annotated[int, typer.Option(help="Maximum number of lines, up to 10000.")] = 100,
     url: Annotated[
-        str | None, typer.Option(help="The sidecar's HTTP side, http://host:port.")
+        str | None, typer.Option(help="URL of the sidecar's HTTP server, http://host:port.")
     ] = None,
-    token: Annotated[
-        str | None, typer.Option(help="The admin token, or a tenant's for its own blocks.")
+    auth_token: Annotated[
+        str | None,
+        typer.Option(help="The admin auth token, or a tenant's auth token for its blocks."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """List what a sidecar holds, by tier, tenant and namespace, by block or by prefix.
+    """List the blocks of a sidecar by tier, tenant and namespace, or single blocks or prefixes.
 
-    Exits with 1 when a tier could not be listed.
+    Exits with 1 if a tier could not be listed.
     """
-    from kvstore.cli.common.sidecar_http import address, ask
+    from kvstore.cli.common.sidecar_http import request_json, sidecar_url
     from kvstore.errors import ConfigError
 
     if prefixes:
         if blocks or tier is not None:
-            raise ConfigError("--prefixes lists runs over all tiers; leave --blocks and --tier")
-        shown = ask(address(url), "/v1/dashboard", token=token, limit_s=LIMIT_S)["prefixes"]
+            raise ConfigError("--prefixes covers all tiers; omit --blocks and --tier")
+        shown = request_json(
+            sidecar_url(url), "/v1/dashboard", auth_token=auth_token, timeout_s=TIMEOUT_S
+        )["prefixes"]
         _prefixes(list(_flat(shown["chains"])), tenant, namespace, limit, as_json)
         return
-    asked = {"tier": tier, "tenant": tenant, "namespace": namespace, "limit": limit}
-    words = {name: value for name, value in asked.items() if value is not None}
+    filters = {"tier": tier, "tenant": tenant, "namespace": namespace, "limit": limit}
+    words = {name: value for name, value in filters.items() if value is not None}
     query = urlencode({**words, "blocks": str(blocks).lower()})
-    answer = ask(address(url), f"/v1/ls?{query}", token=token, limit_s=LIMIT_S)
+    answer = request_json(
+        sidecar_url(url), f"/v1/ls?{query}", auth_token=auth_token, timeout_s=TIMEOUT_S
+    )
     if as_json:
         print(json.dumps(answer))
     else:
@@ -65,7 +77,7 @@ def ls(
 
 
 def _flat(chains: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Chains of blocks and those that branch off them, each after what it follows."""
+    """Yield chains of blocks depth-first: each before the chains that branch off it."""
     for chain in chains:
         yield {name: value for name, value in chain.items() if name not in ("children", "more")}
         yield from _flat(chain["children"])
@@ -78,7 +90,7 @@ def _prefixes(
     limit: int,
     as_json: bool,
 ) -> None:
-    """Print runs: how deep each begins, how long it is, how often it was asked for, where it is."""
+    """Print prefixes: depth, length, number of lookups, and tiers of the blocks."""
     from rich.console import Console
     from rich.table import Table
 
@@ -91,22 +103,22 @@ def _prefixes(
         left_off = max(0, len(wanted) - limit)
         print(json.dumps({"prefixes": wanted[:limit], "left_off": left_off}))
         return
-    table = Table("tenant", "namespace", "after", "blocks", "asks", "held", "last hash")
+    table = Table("tenant", "namespace", "after", "blocks", "lookups", "cached", "last hash")
     for chain in wanted[:limit]:
-        held = ", ".join(f"{count} {name}" for name, count in chain["held"].items())
+        cached = ", ".join(f"{count} {name}" for name, count in chain["cached"].items())
         table.add_row(
             chain["tenant"],
             chain["namespace"][:HASH_SHOWN],
             str(chain["depth"]),
             str(chain["blocks"]),
-            str(chain["asks"]),
-            held or "gone",
+            str(chain["lookups"]),
+            cached or "gone",
             chain["hash"][:HASH_SHOWN],
         )
     console = Console()
-    console.print(table if wanted else "nothing was asked for")
+    console.print(table if wanted else "no lookups yet")
     if len(wanted) > limit:
-        console.print(f"and {len(wanted) - limit:,} runs more")
+        console.print(f"and {len(wanted) - limit:,} more prefixes")
 
 
 def _show(answer: dict[str, Any], blocks: bool) -> None:
@@ -144,8 +156,8 @@ def _show(answer: dict[str, Any], blocks: bool) -> None:
     if rows:
         console.print(table)
     else:
-        console.print("nothing is held")
+        console.print("no blocks")
     if answer["left_off"]:
-        console.print(f"and {answer['left_off']:,} blocks more")
+        console.print(f"and {answer['left_off']:,} more blocks")
     for name, reason in answer["unlisted"].items():
-        console.print(f"{name} is not listed: {reason}", markup=False)
+        console.print(f"{name} could not be listed: {reason}", markup=False)

@@ -1,4 +1,4 @@
-"""`kvstore pin` and `kvstore unpin`: keep a run of blocks in a sidecar's L2."""
+"""`kvstore pin` and `kvstore unpin`: keep the blocks of a prompt in a sidecar's L2."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ from typing import Annotated, Any, Final
 
 import typer
 
-LIMIT_S: Final = 60.0
+TIMEOUT_S: Final = 60.0
 """Pinning waits for loads."""
 
-Tokens = Annotated[
+TokenIds = Annotated[
     str | None,
-    typer.Option(help="The run's token ids, from the first: - reads stdin, else a file."),
+    typer.Option(help="File with the prompt's token ids, or - for stdin."),
 ]
 Hashes = Annotated[
-    str | None, typer.Option(help="Or its block hashes in hex, one a line: - or a file.")
+    str | None,
+    typer.Option(help="File with block hashes in hex, one per line, or - for stdin."),
 ]
 Space = Annotated[
-    str | None, typer.Option(help="Digest of the namespace, where there are several.")
+    str | None,
+    typer.Option(help="Digest of the namespace. Required if the sidecar has several."),
 ]
-Tenant = Annotated[str | None, typer.Option(help="Whose blocks, where there are tenants.")]
-Salt = Annotated[str | None, typer.Option(help="The requests' cache_salt.")]
-Url = Annotated[str | None, typer.Option(help="The sidecar's HTTP side, http://host:port.")]
-Token = Annotated[str | None, typer.Option(help="The admin token, where it asks for one.")]
+Tenant = Annotated[
+    str | None, typer.Option(help="Tenant of the blocks, if the sidecar has tenants.")
+]
+Salt = Annotated[str | None, typer.Option(help="cache_salt of the requests.")]
+Url = Annotated[
+    str | None, typer.Option(help="URL of the sidecar's HTTP server, http://host:port.")
+]
+Token = Annotated[
+    str | None, typer.Option(help="The sidecar's admin auth token, if it requires one.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -32,21 +40,21 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def pin(
-        tokens: Tokens = None,
+        token_ids: TokenIds = None,
         hashes: Hashes = None,
         namespace: Space = None,
         tenant: Tenant = None,
         cache_salt: Salt = None,
         url: Url = None,
-        token: Token = None,
+        auth_token: Token = None,
         as_json: Json = False,
     ) -> None:
-        """Keep a prompt's blocks in L2, loading what is not there, until unpinned.
+        """Load a prompt's blocks into L2 and keep them there until `kvstore unpin`.
 
-        Exit code 1 when not all of it is pinned.
+        Exits with 1 if not all blocks are pinned.
         """
-        body = _run(tokens, hashes, namespace, tenant, cache_salt)
-        answer = _ask(url, "/v1/pin", body, token)
+        body = _body(token_ids, hashes, namespace, tenant, cache_salt)
+        answer = _post(url, "/v1/pin", body, auth_token)
         if as_json:
             print(json.dumps(answer))
         else:
@@ -58,45 +66,48 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def unpin(
-        tokens: Tokens = None,
+        token_ids: TokenIds = None,
         hashes: Hashes = None,
         namespace: Space = None,
         tenant: Tenant = None,
         cache_salt: Salt = None,
         url: Url = None,
-        token: Token = None,
+        auth_token: Token = None,
         as_json: Json = False,
     ) -> None:
-        """Let a prompt's blocks be evicted again."""
-        body = _run(tokens, hashes, namespace, tenant, cache_salt)
-        answer = _ask(url, "/v1/unpin", body, token)
+        """Unpin a prompt's blocks, so that they can be evicted."""
+        body = _body(token_ids, hashes, namespace, tenant, cache_salt)
+        answer = _post(url, "/v1/unpin", body, auth_token)
         print(json.dumps(answer) if as_json else f"{answer['unpinned']} blocks unpinned")
 
 
-def _ask(url: str | None, path: str, body: dict[str, Any], token: str | None) -> dict[str, Any]:
-    from kvstore.cli.common.sidecar_http import address, ask
+def _post(
+    url: str | None, path: str, body: dict[str, Any], auth_token: str | None
+) -> dict[str, Any]:
+    from kvstore.cli.common.sidecar_http import request_json, sidecar_url
 
-    return ask(address(url), path, body, token=token, limit_s=LIMIT_S)
+    return request_json(sidecar_url(url), path, body, auth_token=auth_token, timeout_s=TIMEOUT_S)
 
 
-def _run(
-    tokens: str | None,
+def _body(
+    token_ids: str | None,
     hashes: str | None,
     namespace: str | None,
     tenant: str | None,
     cache_salt: str | None,
 ) -> dict[str, Any]:
-    """The request's body: which run is meant."""
+    """Return the request's body, which identifies the blocks."""
     from kvstore.cli.hash import parse_token_ids, read_text
     from kvstore.errors import ConfigError
 
-    if (tokens is None) == (hashes is None):
-        raise ConfigError("give --tokens or --hashes, one of them, to name the run")
+    if (token_ids is None) == (hashes is None):
+        raise ConfigError("give either --token-ids or --hashes")
+    ids = None if token_ids is None else parse_token_ids(read_text(token_ids, "token ids"))
     body: dict[str, Any] = {
         "namespace": namespace,
         "tenant": tenant,
         "cache_salt": cache_salt,
-        "tokens": None if tokens is None else parse_token_ids(read_text(tokens, "token ids")),
+        "token_ids": ids,
         "hashes": None if hashes is None else read_text(hashes, "hashes").split(),
     }
     return {name: value for name, value in body.items() if value is not None}

@@ -1,4 +1,4 @@
-"""`kvstore plan`: what a model's KV takes, what a node's tiers hold of it, and what that saves."""
+"""`kvstore plan`: the size of a model's KV, how much fits into the tiers, and what that saves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import typer
 
 from kvstore.cli.common import trace_options
 from kvstore.errors import ConfigError
-from kvstore.tiers.base import PAGE_BYTES
+from kvstore.tiers.base import IO_ALIGNMENT
 
 if TYPE_CHECKING:
     from kvstore.analysis.planning.spans import Spans
     from kvstore.blocks.key import Namespace
 
 PREFIXES = {"2k": 2_048, "8k": 8_192, "32k": 32_768}
-"""Prompt lengths, in tokens, that the plan counts."""
+"""Prompt lengths, in tokens, for which the plan counts prefixes."""
 BLOCK_TOKENS = 16
 MAX_CONFIG_BYTES = 1 << 24
 
@@ -28,77 +28,91 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="A model's config.json, or the folder it is in.")],
-    ram: Annotated[str, typer.Option(help="Size of L2, such as 200GiB.")] = "0",
-    disk: Annotated[str, typer.Option(help="Size of the disk tier, such as 2TiB.")] = "0",
+    config: Annotated[
+        Path, typer.Argument(help="config.json of the model, or the folder that has it.")
+    ],
+    l2: Annotated[str, typer.Option(help="Size of L2, such as 200GiB.")] = "0",
+    l3: Annotated[str, typer.Option(help="Size of the tier below L2 (disk), such as 2TiB.")] = "0",
     block_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens of a block; 16, or those of the trace's blocks.", show_default=False
-        ),
+        typer.Option(help="Tokens per block. Default: 16, or as in the trace.", show_default=False),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="The KV cache's dtype where it is not the model's.")
+        str | None, typer.Option(help="Dtype of the KV cache. Default: the model's.")
     ] = None,
     tp_size: Annotated[
-        int, typer.Option(help="Tensor-parallel ranks; bytes are those of one.")
+        int, typer.Option(help="Number of tensor-parallel ranks. Bytes are those of one rank.")
     ] = 1,
     gpu_memory: Annotated[
-        str | None, typer.Option(help="Of one GPU, such as 80GiB: says what its KV budget is.")
+        str | None,
+        typer.Option(help="Memory of one GPU, such as 80GiB. Prints the KV-cache budget."),
     ] = None,
-    gpu_utilisation: Annotated[float, typer.Option(help="Part of it that the engine takes.")] = 0.9,
+    gpu_utilisation: Annotated[
+        float, typer.Option(help="Fraction of the GPU memory that the engine uses.")
+    ] = 0.9,
     weights: Annotated[
-        str | None, typer.Option(help="Bytes of the whole model's weights; else counted.")
+        str | None,
+        typer.Option(
+            help="Size of the whole model's weights, such as 16GB. Default: from config.json."
+        ),
     ] = None,
     batch_tokens: Annotated[
-        int, typer.Option(help="Tokens of a step, for what activations take.")
+        int, typer.Option(help="Maximum tokens per step, for the size of activations.")
     ] = 8192,
     concurrency: Annotated[
         int | None,
-        typer.Option(help="Requests running at the peak, on one engine; else by the traffic."),
+        typer.Option(help="Concurrent requests per engine at the peak. Default: from the traffic."),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of each of them; else by the traffic, or 8,192.")
+        int | None,
+        typer.Option(
+            help="Tokens per request at the peak. Default: from the traffic, or else 8192."
+        ),
     ] = None,
-    engines: Annotated[int, typer.Option(help="Engines that share the traffic and the tiers.")] = 1,
+    engines: Annotated[
+        int, typer.Option(help="Number of engines that share the traffic and the tiers.")
+    ] = 1,
     decode_rate: Annotated[
-        float, typer.Option(help="Tokens a second of one request, for how long it runs.")
+        float,
+        typer.Option(help="Decode speed of one request in tokens per second, for its duration."),
     ] = 30.0,
     trace: Annotated[
-        str | None, typer.Option(help="Requests, in a format that kvstore simulate takes.")
+        str | None,
+        typer.Option(help="Trace of requests, in a format that kvstore simulate reads."),
     ] = None,
     traffic: Annotated[
         str | None,
         typer.Option(
-            help="Requests to make up: rate=2,prefix=1000,prefixes=10,turns=4,turn=200,output=250,"
-            "gap=30s (requests a second; tokens and number of shared first prompts; turns of a "
-            "conversation, tokens of each and of its answer; time between)."
+            help="Synthetic traffic: rate=2,prefix=1000,prefixes=10,turns=4,turn=200,output=250,"
+            "gap=30s (requests per second; tokens and number of shared first prompts; turns per "
+            "conversation; tokens per turn and per answer; time between turns)."
         ),
     ] = None,
     prefill_rate: trace_options.PrefillRate = trace_options.PREFILL_RATE,
-    l2_speed: trace_options.L2Speed = trace_options.L2_SPEED,
-    l3_speed: trace_options.L3Speed = trace_options.L3_SPEED,
+    l2_bandwidth: trace_options.L2Bandwidth = trace_options.L2_BANDWIDTH,
+    l3_bandwidth: trace_options.L3Bandwidth = trace_options.L3_BANDWIDTH,
     l3_latency: trace_options.L3Latency = trace_options.L3_LATENCY,
     gpu_hour: trace_options.GpuHour = 0.0,
-    ram_gb_month: Annotated[
-        float, typer.Option(help="Price of 1 GB of RAM for a month, in dollars.")
+    l2_gb_month: Annotated[
+        float, typer.Option(help="Price of 1 GB of L2 (RAM) per month, in dollars.")
     ] = 0.0,
-    disk_gb_month: Annotated[
-        float, typer.Option(help="Price of 1 GB of disk for a month, in dollars.")
+    l3_gb_month: Annotated[
+        float, typer.Option(help="Price of 1 GB of the tier below L2 (disk) per month, in dollars.")
     ] = 0.0,
     tokenizer: trace_options.TokenizerPath = None,
     as_json: trace_options.AsJson = False,
 ) -> None:
-    """Print bytes per token, what the tiers hold, and with traffic what that would save.
+    """Print bytes per token, what fits into the tiers and, with traffic, what the tiers save.
 
-    The model has two terms: prefill, of which hits spare a part, and decode, which no cache
-    changes. So what is saved is prefill, and time to first token less what loading takes. With
-    --gpu-memory: the KV that fits beside weights and activations when most requests run. With
-    --trace or --traffic: working set, hit rate by the size of L2, times, GPU time and money saved,
-    and which policies suit, from replaying the first requests as kvstore simulate does: up to
-    20,000 of them and 100,000 blocks, made up ones in blocks of 128 tokens.
+    The model has two terms: prefill, which hits shorten, and decode, which no cache changes. So
+    only prefill is saved, and time to first token, less the time to load.
+
+    With --gpu-memory, prints the KV that fits beside weights and activations at the peak. With
+    --trace or --traffic, prints working set, hit rate by size of L2, times, saved GPU time and
+    money, and the best policies. It replays the first requests as kvstore simulate does: up to
+    20,000 requests and 100,000 blocks. Synthetic requests have blocks of 128 tokens.
     """
-    from kvstore.analysis.planning.report import gpu_budget, outlook, requests_of
+    from kvstore.analysis.planning.report import forecast, gpu_budget, requests_of
     from kvstore.analysis.planning.spans import attention_kind, spans_of
     from kvstore.analysis.simulate import options
     from kvstore.blocks.model_geometry import namespace_from_hf
@@ -113,7 +127,7 @@ def plan(
         tp_size=tp_size,
     )
     spans = spans_of(parsed, namespace)
-    sizes = {"ram": parse_bytes(ram), "disk": parse_bytes(disk)}
+    sizes = {"l2": parse_bytes(l2), "l3": parse_bytes(l3)}
     report: dict[str, Any] = {
         "dtype": namespace.dtype,
         "attention": attention_kind(parsed, namespace),
@@ -128,19 +142,23 @@ def plan(
         "rows": [tier_row(namespace, spans, tier, size) for tier, size in sizes.items() if size],
     }
     if trace is not None and traffic is not None:
-        raise ConfigError("--trace and --traffic are two descriptions of one traffic; give one")
-    figures = (decode_rate, gpu_hour, ram_gb_month, disk_gb_month)
-    if not 1 <= engines <= options.ENGINES_MAX or not decode_rate > 0:
+        raise ConfigError("give --trace or --traffic, not both")
+    figures = (decode_rate, gpu_hour, l2_gb_month, l3_gb_month)
+    if not 1 <= engines <= options.CONCURRENCY_MAX or not decode_rate > 0:
         raise ConfigError(
-            f"--engines from 1 to {options.ENGINES_MAX} and --decode-rate above 0 are right"
+            f"--engines must be 1 to {options.CONCURRENCY_MAX} (got {engines}), and --decode-rate "
+            f"above 0 (got {decode_rate})"
         )
     if not all(0 <= figure < math.inf for figure in figures):
         raise ConfigError(
-            "--decode-rate, --gpu-hour, --ram-gb-month and --disk-gb-month are numbers from 0 on"
+            "--decode-rate, --gpu-hour, --l2-gb-month and --l3-gb-month must be finite numbers of "
+            "at least 0"
         )
     if not 0 < gpu_utilisation <= 1:
-        raise ConfigError(f"--gpu-utilisation is {gpu_utilisation}; above 0 and up to 1 is right")
-    costs = options.Speeds(prefill_rate, l2_speed, l3_speed, l3_latency)
+        raise ConfigError(
+            f"--gpu-utilisation must be above 0 and at most 1 (got {gpu_utilisation})"
+        )
+    costs = options.Speeds(prefill_rate, l2_bandwidth, l3_bandwidth, l3_latency)
     with options.progress_bar() as progress:
         requests = requests_of(trace, traffic, block_tokens, tokenizer, progress)
         if gpu_memory is not None:
@@ -160,7 +178,7 @@ def plan(
                 decode_rate=decode_rate,
             )
         if requests is not None:
-            report |= outlook(
+            report |= forecast(
                 requests,
                 namespace,
                 spans,
@@ -169,7 +187,7 @@ def plan(
                 left_bytes=report.get("budget", {}).get("left_bytes", 0),
                 engines=engines,
                 gpu_hour=gpu_hour,
-                gb_month={"ram": ram_gb_month, "disk": disk_gb_month},
+                gb_month={"l2": l2_gb_month, "l3": l3_gb_month},
                 report=progress,
             )
     if as_json:
@@ -181,14 +199,14 @@ def plan(
 
 
 def tier_row(namespace: Namespace, spans: Spans, tier: str, size_bytes: int) -> dict[str, Any]:
-    """What fits in one tier, in whole blocks: slots in ram, frames with a header page on disk.
+    """Return what fits into one tier, in whole blocks: slots in L2, frames with a header in L3.
 
-    Frames are counted as if no codec shrank them: how far it does depends on the text. A prefix
-    takes the last window of the layers that have one besides.
+    Frames are counted without compression, because its ratio depends on the text. For layers with a
+    sliding window, a prefix takes only its last window.
     """
     nbytes = spans.bytes_per_token * namespace.block_tokens
-    header = PAGE_BYTES if tier == "disk" else 0
-    block = -(-nbytes // PAGE_BYTES) * PAGE_BYTES + header
+    header = IO_ALIGNMENT if tier == "l3" else 0
+    block = -(-nbytes // IO_ALIGNMENT) * IO_ALIGNMENT + header
     blocks = size_bytes // block
     row: dict[str, Any] = {
         "tier": tier,
@@ -206,16 +224,18 @@ def tier_row(namespace: Namespace, spans: Spans, tier: str, size_bytes: int) -> 
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The parsed config.json at `path` or in the folder `path`; ConfigError if there is none."""
+    """Read config.json at `path` or in the folder `path`. Raises ConfigError if it cannot."""
     file = path / "config.json" if path.is_dir() else path
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{str(file)!r} is larger than any config.json")
+            raise ConfigError(
+                f"{str(file)!r} is larger than {MAX_CONFIG_BYTES} bytes; give a model's config.json"
+            )
         config = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"cannot read {str(file)!r}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{str(file)!r} is no JSON: {error}") from None
+        raise ConfigError(f"{str(file)!r} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{str(file)!r} holds no JSON object; is this a model's config.json?")
+        raise ConfigError(f"{str(file)!r} is not a JSON object; give a model's config.json")
     return config

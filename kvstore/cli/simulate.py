@@ -1,4 +1,4 @@
-"""`kvstore simulate`: what a trace would have hit, and what that would have saved."""
+"""`kvstore simulate`: replays a trace to find its hit rate, and what the hits would save."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def simulate(
     trace: Annotated[
         str,
         typer.Argument(
-            help="A trace, - for stdin; told by its content: Mooncake's or Qwen-Bailian's JSONL "
-            "(hash_ids), vLLM KV events (JSON or msgpack), token ids or text, one request a line."
+            help="Trace file, or - for stdin: JSONL with hash_ids (Mooncake, Qwen-Bailian), vLLM "
+            "KV events (JSON or msgpack), token ids or text, one request per line. The format is "
+            "detected."
         ),
     ],
     block_tokens: trace_options.BlockTokens = None,
@@ -40,11 +41,11 @@ def simulate(
     l3_eviction: trace_options.L3Eviction = None,
     write: trace_options.Write = "write_through",
     selective_hits: trace_options.SelectiveHits = 2,
-    prefetch: trace_options.Prefetch = "always",
-    engines: trace_options.Engines = 0,
+    load_policy: trace_options.LoadPolicy = "always",
+    concurrency: trace_options.Concurrency = 0,
     prefill_rate: trace_options.PrefillRate = trace_options.PREFILL_RATE,
-    l2_speed: trace_options.L2Speed = trace_options.L2_SPEED,
-    l3_speed: trace_options.L3Speed = trace_options.L3_SPEED,
+    l2_bandwidth: trace_options.L2Bandwidth = trace_options.L2_BANDWIDTH,
+    l3_bandwidth: trace_options.L3Bandwidth = trace_options.L3_BANDWIDTH,
     l3_latency: trace_options.L3Latency = trace_options.L3_LATENCY,
     gpu_hour: trace_options.GpuHour = 0.0,
     tokenizer: trace_options.TokenizerPath = None,
@@ -52,56 +53,59 @@ def simulate(
         str | None,
         typer.Option(help="Sizes of L2 to compare: 1024,4096 (blocks) or 64GiB,1TiB,infinite."),
     ] = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw the comparison: a file .png, .svg or .html.")
+    plot_path: Annotated[
+        Path | None,
+        typer.Option("--plot", help="Write a plot of the comparison: .png, .svg or .html."),
     ] = None,
-    optimum: Annotated[
-        bool, typer.Option(help="Find what the best order of eviction would have hit as well.")
+    offline_optimal: Annotated[
+        bool,
+        typer.Option(help="Compute the hit rate of the offline-optimal eviction policy (Belady)."),
     ] = True,
     as_json: trace_options.AsJson = False,
 ) -> None:
-    """Replay a trace through the real caches and policies, without KV, in virtual time.
+    """Replay a trace through the real caches and policies, without KV data, in virtual time.
 
-    Hit rates, regret and offline_optimal_hit_rate are percent of prompt tokens. A request hits its
-    longest run of leading blocks that are held. second_half counts the requests from the middle on,
-    the caches warmed by the first half. bytes_read and bytes_written are by tier, evictions are of
-    all tiers together; "tiers" has them each. The optimum knows the future, and has as many blocks
-    as all tiers together.
+    Hit rates, regret and offline_optimal_hit_rate are percentages of prompt tokens. A request hits
+    its leading blocks up to the first one that is absent. second_half counts only the second half
+    of the requests, after the first half has warmed the caches. bytes_read and bytes_written are by
+    tier. evictions is the sum of all tiers; "tiers" has each. The offline-optimal policy (Belady)
+    knows the future, and has as many blocks as all tiers together.
 
-    Times, in seconds, are those of the cost model: prefill at the given rate, loads at the given
-    speeds, decode not counted. The figures that stand there by default are those of Llama-3-8B on
-    one fast GPU over PCIe 4.0 and an NVMe drive.
+    Times are in seconds, from a cost model: prefill at the given rate, loads at the given
+    bandwidths, no decode. The defaults are those of Llama-3-8B on one fast GPU over PCIe 4.0, with
+    an NVMe drive.
     """
     from kvstore.analysis.simulate import options
     from kvstore.analysis.simulate.formats import open_trace
-    from kvstore.analysis.simulate.report import check_picture, draw, show
+    from kvstore.analysis.simulate.report import check_plot_path, plot, show
     from kvstore.analysis.simulate.run import Shape
     from kvstore.analysis.simulate.sweep import REPLAYS_MAX, Sweep
-    from kvstore.analysis.simulate.waits import LOADING
+    from kvstore.analysis.simulate.waits import LOAD_POLICIES
     from kvstore.cache.eviction import EVICTION_POLICIES
     from kvstore.cache.write_policy import WRITE_POLICIES
 
-    if picture is not None:
-        check_picture(picture)
+    if plot_path is not None:
+        check_plot_path(plot_path)
     l2_given = [infinite, l2 is not None, l2_blocks is not None, sweep is not None]
     if sum(l2_given) > 1:
-        raise ConfigError("--l2, --l2-blocks, --infinite and --sweep are sizes of L2; give one")
+        raise ConfigError("give only one of --l2, --l2-blocks, --infinite and --sweep")
     if not any([*l2_given, l1, l1_blocks, l3, l3_blocks]):
-        raise ConfigError("no cache to replay; give L2 a size (--l2-blocks 4096) or --infinite")
+        raise ConfigError("no cache to simulate: give --l2-blocks 4096 or --infinite, for example")
     for name, value in {"--bytes-per-token": bytes_per_token, "--page-tokens": page_tokens}.items():
         if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
-    if not 0 <= engines <= options.ENGINES_MAX or not 0 <= gpu_hour < float("inf"):
+            raise ConfigError(f"{name} must be at least 1 (got {value})")
+    if not 0 <= concurrency <= options.CONCURRENCY_MAX or not 0 <= gpu_hour < float("inf"):
         raise ConfigError(
-            f"--engines from 0 to {options.ENGINES_MAX} and --gpu-hour from 0 on are right"
+            f"--concurrency must be 0 to {options.CONCURRENCY_MAX} (got {concurrency}), and "
+            f"--gpu-hour at least 0 (got {gpu_hour})"
         )
     policies = product(
-        options.names(eviction, EVICTION_POLICIES, "eviction policy"),
-        options.names(write, WRITE_POLICIES, "write policy"),
-        options.names(prefetch, LOADING, "prefetch policy"),
+        options.parse_names(eviction, EVICTION_POLICIES, "eviction policy"),
+        options.parse_names(write, WRITE_POLICIES, "write policy"),
+        options.parse_names(load_policy, LOAD_POLICIES, "load policy"),
     )
     if l3_eviction is not None:
-        options.names(l3_eviction, EVICTION_POLICIES, "eviction policy")
+        options.parse_names(l3_eviction, EVICTION_POLICIES, "eviction policy")
     with (
         options.progress_bar() as report,
         open_trace(
@@ -113,13 +117,15 @@ def simulate(
         ) as opened,
     ):
         if page_tokens is not None and opened.format not in ("token ids", "text"):
-            raise ConfigError(f"{opened.name} has no token ids, which --page-tokens is for")
+            raise ConfigError(
+                f"--page-tokens needs a trace with token ids ({opened.name} has none)"
+            )
         size = opened.block_tokens
         block_bytes = size * bytes_per_token
         l1_size = options.size_of("--l1", l1_blocks, l1, block_bytes)
         if l1_size is None:
-            raise ConfigError("L1 is a pool of pages, which has an end; give --l1 a size")
-        costs = options.Speeds(prefill_rate, l2_speed, l3_speed, l3_latency).model(
+            raise ConfigError("--l1 cannot be infinite: L1 is a pool of pages")
+        costs = options.Speeds(prefill_rate, l2_bandwidth, l3_bandwidth, l3_latency).model(
             block_bytes=block_bytes, block_tokens=size
         )
         base = Shape(
@@ -129,7 +135,7 @@ def simulate(
             page_tokens=page_tokens,
             l3_blocks=options.size_of("--l3", l3_blocks, l3, block_bytes),
             selective_hits=selective_hits,
-            engines=engines,
+            concurrency=concurrency,
         )
         sizes = [None if infinite else options.size_of("--l2", l2_blocks, l2, block_bytes)]
         if sweep is not None:
@@ -141,18 +147,20 @@ def simulate(
                 eviction=evicts,
                 l3_eviction=l3_eviction or evicts,
                 write=writes,
-                prefetch=waits,
+                load_policy=waits,
             )
             for (evicts, writes, waits), blocks in product(policies, sizes)
         ]
         if len(shapes) > REPLAYS_MAX:
-            raise ConfigError(f"{len(shapes)} replays at once; {REPLAYS_MAX} are the most")
-        found = Sweep(shapes, optimum=optimum).run(opened, report)
+            raise ConfigError(
+                f"too many replays: {len(shapes)}, at most {REPLAYS_MAX} are possible at once"
+            )
+        found = Sweep(shapes, offline_optimal=offline_optimal).run(opened, report)
     if gpu_hour:
         for figures in found:
             figures["usd_saved"] = figures["gpu_seconds_saved"] * gpu_hour / 3600
-    if picture is not None:
-        draw(found, picture)
+    if plot_path is not None:
+        plot(found, plot_path)
     if as_json:
         print(json.dumps(found[0] if len(found) == 1 and sweep is None else _swept(found)))
     else:

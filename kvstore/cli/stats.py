@@ -1,4 +1,4 @@
-"""`kvstore stats`: what a running sidecar holds and has done, once or again and again."""
+"""`kvstore stats`: shows a running sidecar's occupancy and counters, once or continuously."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.errors import ConfigError, TierUnavailable
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-MIN_EVERY_S: Final = 0.1
+MIN_INTERVAL_S: Final = 0.1
 
 Numbers = dict[str, Any]
 
@@ -25,31 +25,48 @@ def register(app: typer.Typer) -> None:
 
 
 def stats(
-    socket: Annotated[str | None, typer.Option(help="The sidecar's Unix socket.")] = None,
-    url: Annotated[str | None, typer.Option(help="Its HTTP side, http://host:port.")] = None,
-    token: Annotated[str | None, typer.Option(help="A token, where it asks for one.")] = None,
+    socket: Annotated[str | None, typer.Option(help="Path of the sidecar's Unix socket.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="URL of the sidecar's HTTP server, http://host:port.")
+    ] = None,
+    auth_token: Annotated[
+        str | None, typer.Option(help="The sidecar's auth token, if it requires one.")
+    ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Again and again, with what changes a second.")
+        bool, typer.Option("--watch", "-w", help="Refresh continuously and show rates per second.")
     ] = False,
-    every: Annotated[float, typer.Option(help="With --watch: seconds between two looks.")] = 2.0,
-    times: Annotated[
-        int, typer.Option(help="With --watch: end after so many looks; 0: at Ctrl-C.")
+    interval: Annotated[
+        str,
+        typer.Option(
+            help="With --watch: time between refreshes, such as 500ms. A bare number is seconds."
+        ),
+    ] = "2s",
+    count: Annotated[
+        int, typer.Option(help="With --watch: number of refreshes. 0: until Ctrl-C.")
     ] = 0,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Everything, as JSON; with --watch a line each time.")
+        bool,
+        typer.Option(
+            "--json", help="Print all statistics as JSON. With --watch: one line per refresh."
+        ),
     ] = False,
 ) -> None:
     """Show a sidecar's occupancy and counters.
 
-    --watch goes on through a restart of the sidecar.
+    --watch continues after a restart of the sidecar.
     """
     if socket and url:
         raise ConfigError("give --socket or --url, not both")
-    if every < MIN_EVERY_S or times < 0:
-        raise ConfigError(f"--every {every:g} --times {times}; from {MIN_EVERY_S:g} and 0 on")
-    ask = _asker(socket, url, token)
+    from kvstore.cli.common.durations import seconds_of
+
+    interval_s = seconds_of("--interval", interval)
+    if interval_s < MIN_INTERVAL_S:
+        raise ConfigError(f"--interval must be at least {MIN_INTERVAL_S:g}s (got {interval!r})")
+    if count < 0:
+        raise ConfigError(f"--count must be at least 0 (got {count})")
+    ask = _reader(socket, url, auth_token)
     if watch:
-        (_watch_json if as_json else _watch)(ask, every, times)
+        (_watch_json if as_json else _watch)(ask, interval_s, count)
         return
     numbers = ask()
     if as_json:
@@ -60,25 +77,25 @@ def stats(
         Console().print(view(numbers))
 
 
-def _asker(socket: str | None, url: str | None, token: str | None) -> Callable[[], Numbers]:
-    """What asks the sidecar once. Raises TierUnavailable: there is none."""
+def _reader(socket: str | None, url: str | None, auth_token: str | None) -> Callable[[], Numbers]:
+    """Return a function that reads the statistics. It raises TierUnavailable without a sidecar."""
     if url:
-        from kvstore.cli.common.sidecar_http import ask
+        from kvstore.cli.common.sidecar_http import request_json
 
-        return lambda: ask(url, "/v1/stats", token=token)
+        return lambda: request_json(url, "/v1/stats", auth_token=auth_token)
     from kvstore.config.settings import Settings
-    from kvstore.ipc.sidecar_connection import ask_stats
+    from kvstore.ipc.sidecar_connection import request_stats
 
     path = socket or Settings.load().server.socket
-    return lambda: ask_stats(path, token)
+    return lambda: request_stats(path, auth_token)
 
 
-def _watch_json(ask: Callable[[], Numbers], every_s: float, times: int) -> None:
-    """A line of JSON for each look; {"error": ...} where nobody answers."""
+def _watch_json(ask: Callable[[], Numbers], interval_s: float, count: int) -> None:
+    """Print a line of JSON per refresh. {"error": ...}: the sidecar is unreachable."""
     number = 0
-    while not times or number < times:
+    while not count or number < count:
         if number:
-            time.sleep(every_s)
+            time.sleep(interval_s)
         number += 1
         try:
             numbers = ask()
@@ -87,16 +104,16 @@ def _watch_json(ask: Callable[[], Numbers], every_s: float, times: int) -> None:
         print(json.dumps({"at": round(time.time(), 3), **numbers}), flush=True)
 
 
-def _watch(ask: Callable[[], Numbers], every_s: float, times: int) -> None:
-    """One view that is drawn anew. Raises TierUnavailable: nobody answers the first time."""
+def _watch(ask: Callable[[], Numbers], interval_s: float, count: int) -> None:
+    """Refresh one view. Raises TierUnavailable if the first read fails."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
 
     numbers, before_s, number = ask(), time.monotonic(), 1
     with Live(view(numbers), console=Console(), auto_refresh=False) as live:
-        while not times or number < times:
-            time.sleep(every_s)
+        while not count or number < count:
+            time.sleep(interval_s)
             number += 1
             old = numbers
             try:
@@ -104,24 +121,29 @@ def _watch(ask: Callable[[], Numbers], every_s: float, times: int) -> None:
             except TierUnavailable as error:
                 live.update(Group(view(old), Text(str(error), style="red")), refresh=True)
                 continue
-            rates = Text(f"a second: {changes(old, numbers, now_s - before_s)}")
+            rates = Text(f"per second: {changes(old, numbers, now_s - before_s)}")
             before_s = now_s
             live.update(Group(view(numbers), rates), refresh=True)
 
 
 def changes(old: Numbers, new: Numbers, seconds: float) -> str:
-    """What moved between two looks, by the second. A counter that fell was of another sidecar, and
-    counts from zero."""
+    """Return the changes per second between two readings.
+
+    A counter that decreased belongs to a restarted sidecar, and counts from zero.
+    """
     from kvstore.config.units import format_bytes
 
     def rate(*path: str) -> float:
         first, second = (_at(numbers, path) for numbers in (old, new))
         return (second - (first if second >= first else 0)) / seconds
 
-    parts = [f"{rate('hits', 'l2'):.1f} blocks hit in l2", f"{rate('l2', 'admitted'):.1f} saved"]
+    parts = [
+        f"{rate('hit_blocks', 'l2'):.1f} blocks hit in l2",
+        f"{rate('l2', 'stored'):.1f} saved",
+    ]
     parts.append(f"{rate('l2', 'evictions'):.1f} evicted")
     for name in new["tiers"]:
-        read, write = (rate("tiers", name, f"{verb}_bytes") for verb in ("read", "write"))
+        read, write = (rate("tiers", name, f"{op}_bytes") for op in ("read", "write"))
         parts.append(
             f"{name} {format_bytes(round(read))} read, {format_bytes(round(write))} written"
         )
@@ -136,7 +158,7 @@ def _at(numbers: Numbers, path: tuple[str, ...]) -> float:
 
 
 def view(numbers: Numbers) -> RenderableType:
-    """A table for people, and some lines."""
+    """Return a table and some lines for the terminal."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -144,14 +166,14 @@ def view(numbers: Numbers) -> RenderableType:
     from kvstore.config.units import format_bytes
 
     l2 = numbers["l2"]
-    table = Table("tier", "holds", "of", "blocks", "hits", "evicted", "queued", "faults")
+    table = Table("tier", "used", "of", "blocks", "hits", "evicted", "queued", "errors")
     slot_bytes = l2["slot_bytes"]
     table.add_row(
         "l2",
         format_bytes(l2["slots_ready"] * slot_bytes),
         format_bytes(l2["slots"] * slot_bytes),
         str(l2["slots_ready"]),
-        str(numbers["hits"]["l2"]),
+        str(numbers["hit_blocks"]["l2"]),
         str(l2["evictions"]),
         "",
         "",
@@ -162,18 +184,18 @@ def view(numbers: Numbers) -> RenderableType:
             format_bytes(int(tier.get("bytes_used", 0))),
             format_bytes(int(tier.get("bytes_capacity", 0))),
             str(tier.get("blocks", "")),
-            str(numbers["hits"][name]),
+            str(numbers["hit_blocks"][name]),
             str(tier.get("evictions", "")),
             str(tier["queued_writes"]),
-            str(tier["faults"] + tier["checksum_failures"]),
+            str(tier["errors"] + tier["checksum_failures"]),
         )
     lines: list[str] = []
     for name, tier in numbers["tiers"].items():
         for digest, codec in tier.get("codec", {}).items():
             lines.append(
-                f"  {name}, namespace {digest}: {codec['name']}, {codec['ratio']:.2f} times "
-                f"smaller, {_rate(codec['encode_rate'])} encoded, {_rate(codec['decode_rate'])} "
-                f"decoded; the tier reads {_rate(codec['read_rate'])}"
+                f"  {name}, namespace {digest}: {codec['name']}, ratio {codec['ratio']:.2f}, "
+                f"encodes {_rate(codec['encode_rate'])}, decodes {_rate(codec['decode_rate'])}; "
+                f"the tier reads {_rate(codec['read_rate'])}"
             )
     clients = numbers.get("service", {}).get("clients", {})
     lines.append(
@@ -182,12 +204,16 @@ def view(numbers: Numbers) -> RenderableType:
     )
     for digest, space in numbers.get("namespaces", {}).items():
         lines.append(
-            f"  namespace {digest}: {space['model']}, {space['dtype']}, blocks of {space['tokens']}"
+            f"  namespace {digest}: {space['model']}, {space['dtype']}, "
+            f"{space['block_tokens']} tokens per block"
         )
     for number, client in clients.items():
-        lines.append(f"  client {number}: {client['about']}, {client['tickets']} tickets")
+        lines.append(
+            f"  client {number}: {client['about']}, "
+            f"{client['operations_in_flight']} operations in flight"
+        )
     return Group(table, *(Text(line) for line in lines))
 
 
 def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e6:,.0f} MB/s" if bytes_per_s else "as yet unmeasured"
+    return f"{bytes_per_s / 1e6:,.0f} MB/s" if bytes_per_s else "(not measured yet)"

@@ -1,7 +1,7 @@
-"""`kvstore verify DIR...`: read and check every frame of a disk tier.
+"""`kvstore verify DIR...`: reads and checks every frame of a disk tier.
 
-Exit code 0: every frame is whole. 1: some are not, or a segment file cannot be read at all. 2: a
-directory is no disk tier's, or a store has it open.
+Exit code 0: all frames are intact. 1: a frame is corrupt, or a segment file cannot be read. 2: a
+directory is not a disk tier's, or a store has it open.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import typer
 if TYPE_CHECKING:
     from kvstore.tiers.disk.verify import VerifyReport
 
-EXIT_BAD = 1
+EXIT_CORRUPT = 1
 MAX_SHOWN = 20
-"""Bad frames printed; --json has more."""
+"""Number of corrupt frames printed. --json has more."""
 
 
 def register(app: typer.Typer) -> None:
@@ -25,13 +25,14 @@ def register(app: typer.Typer) -> None:
 
 def verify_directory(
     directories: Annotated[
-        list[str], typer.Argument(metavar="DIR...", help="The disk tier's directories.")
+        list[str], typer.Argument(metavar="DIR...", help="Directories of the disk tier.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check every frame of a disk tier that no store has open.
 
-    Exits with 0 when all are whole, 1 when any is bad, 2 when a directory cannot be checked.
+    Exits with 0 if all frames are intact, 1 if a frame is corrupt, 2 if a directory cannot be
+    checked.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
@@ -51,20 +52,20 @@ def verify_directory(
     else:
         _print_report(report)
     if not report.ok:
-        raise typer.Exit(EXIT_BAD)
+        raise typer.Exit(EXIT_CORRUPT)
 
 
 def as_dict(report: VerifyReport) -> dict[str, Any]:
-    """The report as JSON has it."""
+    """Return the report for JSON."""
     return {
         "ok": report.ok,
         "segments": report.segments,
-        "segments_bad": report.segments_bad,
+        "segments_corrupt": report.segments_corrupt,
         "segments_unsealed": report.segments_unsealed,
         "frames": report.frames,
-        "frames_bad": report.bad_count,
+        "frames_corrupt": report.corrupt_count,
         "bytes_checked": report.bytes_checked,
-        "bad": [vars(frame) for frame in report.bad],
+        "corrupt": [vars(frame) for frame in report.corrupt],
     }
 
 
@@ -77,17 +78,17 @@ def _print_report(report: VerifyReport) -> None:
     console = Console()
     console.print(
         f"{report.frames} frames in {report.segments} segments, "
-        f"{format_bytes(report.bytes_checked)}: {report.bad_count} bad"
+        f"{format_bytes(report.bytes_checked)}: {report.corrupt_count} corrupt"
     )
     if report.segments_unsealed:
-        console.print(f"{report.segments_unsealed} segments without an index: scanned")
-    if report.segments_bad:
-        console.print(f"{report.segments_bad} segment files cannot be read at all")
-    if not report.bad:
+        console.print(f"{report.segments_unsealed} segments have no index and were scanned")
+    if report.segments_corrupt:
+        console.print(f"{report.segments_corrupt} segment files cannot be read")
+    if not report.corrupt:
         return
     table = Table("segment", "offset", "block", "fault")
-    for frame in report.bad[:MAX_SHOWN]:
+    for frame in report.corrupt[:MAX_SHOWN]:
         table.add_row(frame.segment, str(frame.offset_bytes), frame.block, frame.reason)
     console.print(table)
-    if report.bad_count > MAX_SHOWN:
-        console.print(f"and {report.bad_count - MAX_SHOWN} more")
+    if report.corrupt_count > MAX_SHOWN:
+        console.print(f"and {report.corrupt_count - MAX_SHOWN} more")

@@ -1,4 +1,4 @@
-"""`kvstore version`."""
+"""`kvstore version`: prints the version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 def version(
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, Python's version too.")
+        bool, typer.Option("--json", help="Print one JSON object, including Python's version.")
     ] = False,
 ) -> None:
     """Print the version."""

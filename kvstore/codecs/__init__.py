@@ -15,12 +15,13 @@ from typing import Protocol, cast
 
 from kvstore.blocks.key import DTYPE_BYTES
 from kvstore.codecs.base import Codec
+from kvstore.config.renamed import refuse_value
 from kvstore.errors import ConfigError, FrameInvalid
 
 AUTO = "auto"
 """The kind that means: what usually pays for this dtype, then what `chooser` finds."""
-AUTO_KIND = "zstd-planes"
-NO_KINDS = ("base", "chooser")
+DEFAULT_KIND = "zstd-planes"
+NOT_CODECS = ("base", "chooser")
 """Modules here that are no codecs."""
 
 MAX_OPEN_CODECS = 64
@@ -44,25 +45,25 @@ class _Module(Protocol):
 def kinds() -> list[str]:
     """Names of all kinds of codec, in order."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted(name.replace("_", "-") for name in names if name not in NO_KINDS)
+    return sorted(name.replace("_", "-") for name in names if name not in NOT_CODECS)
 
 
 @functools.lru_cache(maxsize=MAX_OPEN_CODECS)
-def open(name: str) -> Codec:
+def codec_by_frame_id(frame_id: str) -> Codec:
     """The codec that a frame's header names, such as "identity" or "zstd-planes/2".
 
     Raises FrameInvalid for a name that no codec of ours bears: it came with a frame.
     """
-    kind, _, parameter = name.partition("/")
+    kind, _, parameter = frame_id.partition("/")
     if kind not in kinds():
-        raise FrameInvalid(f"a frame of the unknown codec {name!r}")
+        raise FrameInvalid(f"a frame of the unknown codec {frame_id!r}")
     module = _module(kind)
     try:
         codec = module.open(module.Config.for_parameter(parameter))
     except ValueError:
-        raise FrameInvalid(f"a frame of the unknown codec {name!r}") from None
-    if codec.name != name:
-        raise FrameInvalid(f"a frame of the unknown codec {name!r}")
+        raise FrameInvalid(f"a frame of the unknown codec {frame_id!r}") from None
+    if codec.frame_id != frame_id:
+        raise FrameInvalid(f"a frame of the unknown codec {frame_id!r}")
     return codec
 
 
@@ -75,9 +76,10 @@ def codec_for(kind: str, dtype: str) -> Codec:
         raise ConfigError(f"unknown KV dtype {dtype!r}; one of {', '.join(DTYPE_BYTES)} is right")
     known = [AUTO, *kinds()]
     if kind not in known:
+        refuse_value("codec", kind)
         near = difflib.get_close_matches(kind, known, n=1, cutoff=0.0)
         raise ConfigError(f"unknown codec {kind!r}; the nearest is {near[0]!r}")
-    module = _module(AUTO_KIND if kind == AUTO else kind)
+    module = _module(DEFAULT_KIND if kind == AUTO else kind)
     return module.open(module.Config.for_dtype(dtype))
 
 

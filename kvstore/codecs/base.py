@@ -17,7 +17,7 @@ from typing import Protocol
 class Codec(Protocol):
     """Encodes blocks for rest and transport."""
 
-    name: str
+    frame_id: str
 
     def bound(self, raw_bytes: int) -> int:
         """Most bytes `encode` may write for a block of `raw_bytes`."""

@@ -66,7 +66,7 @@ SHORT: Final = 0.8
 TICK_S: Final = 1e-9
 """What a clock that did not move is taken for."""
 
-IDENTITY: Final = "identity"
+UNCOMPRESSED_ID: Final = "identity"
 """The codec of a block that is kept as it is."""
 
 PRIORS: Final[dict[str, dict[str, tuple[float, float, float]]]] = {
@@ -78,7 +78,7 @@ PRIORS: Final[dict[str, dict[str, tuple[float, float, float]]]] = {
     "int8": {"zstd": (1.28, 511e6, 746e6), "zstd-planes": (1.28, 484e6, 591e6)},
 }
 """dtype, kind of codec: (ratio, bytes a second encoded, decoded), of real KV by bench/codecs.py."""
-PRIOR_IDENTITY: Final = (1.0, 10e9, 10e9)
+PRIOR_UNCOMPRESSED: Final = (1.0, 10e9, 10e9)
 """Of a block kept as it is: its checksum is all the work there is."""
 
 
@@ -163,8 +163,8 @@ class _Candidate:
     """One codec on one namespace's blocks."""
 
     def __init__(self, kind: str, dtype: str) -> None:
-        self.codec: Codec = codecs.open(codecs.codec_for(kind, dtype).name)
-        prior = PRIOR_IDENTITY if kind == IDENTITY else PRIORS[dtype].get(kind, PRIOR_IDENTITY)
+        self.codec: Codec = codecs.codec_by_frame_id(codecs.codec_for(kind, dtype).frame_id)
+        prior = PRIOR_UNCOMPRESSED if kind == UNCOMPRESSED_ID else PRIORS[dtype].get(kind, PRIOR_UNCOMPRESSED)
         self._prior = prior
         self.given = 0
         """Blocks given to it."""
@@ -187,8 +187,8 @@ class _Namespace:
     """What is known of one namespace's blocks."""
 
     def __init__(self, kinds: Sequence[str], default: str, dtype: str) -> None:
-        self.candidates = {c.codec.name: c for c in (_Candidate(kind, dtype) for kind in kinds)}
-        self.chosen = codecs.codec_for(default, dtype).name
+        self.candidates = {c.codec.frame_id: c for c in (_Candidate(kind, dtype) for kind in kinds)}
+        self.chosen = codecs.codec_for(default, dtype).frame_id
         self.blocks = 0
         self.changes = 0
 
@@ -196,9 +196,9 @@ class _Namespace:
         """A candidate whose turn it is to be looked at, if any."""
         others = sorted(self.candidates.values(), key=lambda candidate: candidate.given)
         if others[0].given < TRIAL_BLOCKS:
-            return others[0].codec.name
+            return others[0].codec.frame_id
         if self.blocks % RECHECK_BLOCKS == 0:
-            return next((c.codec.name for c in others if c.codec.name != self.chosen), None)
+            return next((c.codec.frame_id for c in others if c.codec.frame_id != self.chosen), None)
         return None
 
 
@@ -242,7 +242,7 @@ class Chooser:
         """Whether blocks of this namespace mostly lie in the tier as they are."""
         with self._lock:
             state = self._namespaces.get(namespace)
-            return self._kinds == [IDENTITY] or (state is not None and state.chosen == IDENTITY)
+            return self._kinds == [UNCOMPRESSED_ID] or (state is not None and state.chosen == UNCOMPRESSED_ID)
 
     def wrote(self, namespace: str, cost: Cost, sharing: float) -> None:
         """A block of the namespace was written. sharing: writers at work, on average."""
@@ -316,4 +316,4 @@ class Chooser:
             key=lambda candidate: self._writes.block_s(
                 raw_bytes / candidate.ratio_now(), raw_bytes / candidate.encode_rate(), self._cores
             ),
-        ).codec.name
+        ).codec.frame_id

@@ -18,7 +18,7 @@ from kvstore.codecs.base import Codec
 from kvstore.config.settings import Section
 from kvstore.errors import FrameInvalid
 
-PAYS_FROM = 1 / 20
+MIN_SAVING = 1 / 20
 """Least part of a block that must be saved for encoding to pay for the decoding."""
 
 LEVEL = 1
@@ -56,7 +56,7 @@ class _Tools(threading.local):
 class Zstd:
     """Codec "zstd" for blocks of any length and dtype."""
 
-    name = "zstd"
+    frame_id = "zstd"
 
     def __init__(self) -> None:
         self._tools = _Tools()
@@ -67,7 +67,7 @@ class Zstd:
     def encode(self, source: memoryview, target: memoryview) -> int:
         """Encode; 0 when less than `PAYS_FROM` is saved, or when it does not fit in `target`."""
         raw_bytes = len(source)
-        room = min(len(target), int(raw_bytes * (1 - PAYS_FROM)))
+        room = min(len(target), int(raw_bytes * (1 - MIN_SAVING)))
         if raw_bytes == 0 or room <= _HEAD.size:
             return 0
         reader = self._tools.compressor.stream_reader(source, size=raw_bytes)

@@ -1,13 +1,13 @@
 """The configuration: one frozen, typed tree.
 
-Where values come from, later ones winning: the defaults here, a TOML file, the environment
-(`KVSTORE_L2__BYTES=4GiB`: the path in the tree, joined by two underscores; lists and tables as
-JSON), the command line. An unknown key is an error that names the nearest right one, wherever it
-stands. Sizes and times take units ("4GiB", "250ms"). This is the only file that reads the
-environment.
+Sources, lowest priority first: the defaults here, a TOML file, the environment, the command line.
+An environment variable is the path in the tree, joined by two underscores
+(`KVSTORE_L2__BYTES=4GiB`); lists and tables are JSON. An unknown key is an error that suggests the
+closest valid key. Sizes and durations accept units ("4GiB", "250ms"). A duration is a float of
+milliseconds. Only this module reads the environment.
 
-Names of policies, tiers and codecs are plain text here: the part that owns them knows which are
-right and says so (`wire.check`).
+Names of policies, tiers and codecs are plain text here. The package that implements them validates
+the names (`assembly.check`).
 
     [l2]
     bytes = "4GiB"
@@ -20,7 +20,7 @@ right and says so (`wire.check`).
 
     [server]
     socket = "/run/kvstore.sock"
-    [server.tokens]
+    [server.auth_tokens]
     "a long secret" = "team-a"
 """
 
@@ -29,18 +29,11 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -49,7 +42,8 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from kvstore.config.units import parse_bytes, parse_duration_s
+from kvstore.config import renamed
+from kvstore.config.field_types import Bytes, Milliseconds
 from kvstore.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -60,216 +54,176 @@ else:
 ENV_PREFIX = "KVSTORE_"
 ENV_NESTED = "__"
 
-_SECRET = frozenset({"tokens", "admin_token"})
-"""Keys whose contents no message repeats."""
+_SECRET = frozenset({"auth_tokens", "admin_auth_token", "auth_token"})
+"""Keys whose values never appear in a message."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def parse_ms(value: str | float) -> float:
-    """Milliseconds of "250ms", "1.5s", "2m"; a bare number is milliseconds.
-
-    Raises ConfigError for anything else, and for negative times.
-    """
-    try:
-        number = float(value)
-    except ValueError:
-        return parse_duration_s(value) * 1e3
-    if not 0 <= number < float("inf"):
-        raise ConfigError(f"{value!r} is no time; write one like '250ms', '1.5s' or '2m'")
-    return number
-
-
-def _in_units(parse: Callable[[Any], Any]) -> BeforeValidator:
-    """A validator that keeps the key's path in the message when `parse` refuses."""
-
-    def validate(value: Any) -> Any:
-        try:
-            return parse(value)
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-
-    return BeforeValidator(validate)
-
-
-def _also_text(number: str, pattern: str) -> WithJsonSchema:
-    """For a value that may be written with a unit."""
-    text = {"type": "string", "pattern": rf"^\s*[0-9]+(\.[0-9]+)?\s*{pattern}\s*$"}
-    return WithJsonSchema({"anyOf": [{"type": number, "minimum": 0}, text]})
-
-
-Bytes = Annotated[
-    int,
-    _in_units(lambda v: parse_bytes(v) if isinstance(v, str) else v),
-    _also_text("integer", "([KkMmGgTtPp]?[Ii]?[Bb])?"),
-]
-"""A size: an int of bytes, or text with a unit."""
-Milliseconds = Annotated[float, _in_units(parse_ms), _also_text("number", "([Uu]s|ms|[smhd])?")]
-"""A time: a number of milliseconds, or text with a unit."""
-
-
 class Section(BaseModel):
-    """A part of the tree: frozen, and closed to unknown keys."""
+    """A section of the tree: frozen, and without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class L2Settings(Section):
-    """The slab of host memory."""
+    """L2: a slab of host memory, divided into slots."""
 
     bytes: Bytes = Field(default=1 << 30, ge=4096)
-    """Size of the slab; its slots are `bytes // slot_bytes`."""
+    """Size of the slab. The number of slots is `bytes // slot_bytes`."""
     slot_bytes: Bytes = Field(default=2 << 20, ge=4096)
-    """Bytes of one slot: at least the largest block of any client."""
-    directory: str = ""
-    """A memory file system (/dev/shm, a hugetlbfs mount) to make the slab in; "": anonymous."""
+    """Size of one slot, at least the largest block of any engine."""
+    shm_directory: str = ""
+    """Memory file system for the slab, such as /dev/shm or a hugetlbfs mount. "": anonymous
+    memory."""
     huge_pages: bool = False
-    """Ask for huge pages behind the slab."""
+    """Request huge pages for the slab."""
     eviction: str = "lru"
-    """Order in which blocks leave L2: lru, lfu, s3fifo, cost, auto."""
-    ttl_ms: Milliseconds = Field(default=0.0, ge=0)
-    """How long a block stays at most; 0: for ever."""
-    pin_share: float = Field(default=0.25, ge=0, le=1)
-    """Share of the slots that may be pinned."""
-    warm_share: float = Field(default=0.0, ge=0, le=1)
-    """Share of the slots that is filled from the tiers below at start."""
+    """Eviction policy: lru, lfu, s3fifo, gdsf or auto."""
+    ttl: Milliseconds = Field(default=0.0, ge=0)
+    """Maximum age of a block. 0: no limit."""
+    max_pinned_fraction: float = Field(default=0.25, ge=0, le=1)
+    """Maximum fraction of the slots that can be pinned."""
+    warm_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of the slots to fill from the lower tiers at start. 0: none."""
     quota: Mapping[str, Bytes] = Field(default_factory=dict)
-    """Most bytes by tenant, whole slots; "*": of each tenant that is not named."""
+    """Maximum size per tenant, in whole slots. "*": each tenant without an entry."""
 
 
 class TierSettings(BaseModel):
-    """One lower tier, fastest first. Keys not named here belong to the tier's own module."""
+    """One lower tier. Tiers are listed fastest first. Other keys belong to the tier's module."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     kind: str
-    """A module of kvstore.tiers ("disk", "memory"), or a dotted module of somebody else's."""
+    """Module of kvstore.tiers ("disk", "memory"), or the dotted name of a third-party module."""
     name: str = ""
-    """Name in locations and metrics; "": the last part of `kind`."""
+    """Name in locations and metrics. "": the last part of `kind`."""
     codec: str = "auto"
-    """How blocks are encoded on it: auto, identity, zstd, zstd-planes."""
-    read_rate: Bytes = Field(default=0, ge=0)
-    """Most bytes read a second; 0: as many as it gives."""
-    write_rate: Bytes = Field(default=0, ge=0)
-    """Most bytes written a second; 0: as many as it takes."""
-    queue_ms: Milliseconds = Field(default=5000.0, ge=0)
-    """Writes wait for it at most as long as this takes at its measured rate; 0: no such bound."""
+    """Codec of the blocks: auto, none, zstd or byteshuffle-zstd."""
+    read_bandwidth_limit: Bytes = Field(default=0, ge=0)
+    """Maximum bytes read per second. 0: no limit."""
+    write_bandwidth_limit: Bytes = Field(default=0, ge=0)
+    """Maximum bytes written per second. 0: no limit."""
+    queue_time: Milliseconds = Field(default=5000.0, ge=0)
+    """Maximum backlog of writes, as time at the tier's measured write rate. 0: no limit."""
     quota: Mapping[str, Bytes] = Field(default_factory=dict)
-    """Most bytes by tenant; "*": of each tenant that is not named."""
+    """Maximum size per tenant. "*": each tenant without an entry."""
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Without the keys of the tier's own module: there may be a password among them."""
+        """Leave out the keys of the tier's module, because one can be a password."""
         return ((name, getattr(self, name)) for name in TierSettings.model_fields)
 
     @property
     def label(self) -> str:
-        """The tier's name."""
+        """Name of the tier."""
         return self.name or self.kind.rpartition(".")[2]
 
 
 class WriteSettings(Section):
-    """When a block goes from L2 to the tiers below."""
+    """When the sidecar writes a block from L2 to the lower tiers."""
 
     policy: str = "write_through"
-    """write_through, selective, write_back."""
+    """Write policy: write_through, selective or write_back."""
     selective_hits: int = Field(default=2, ge=1)
-    """Hits after which `selective` writes a block."""
+    """Number of hits after which `selective` writes a block."""
 
 
 class PrefetchSettings(Section):
-    """How long an engine lets a request wait for blocks from below L2."""
+    """How long a request of an engine waits for blocks from the lower tiers."""
 
     policy: str = "timeout"
-    """best_effort, wait_complete, timeout, adaptive."""
-    base_ms: Milliseconds = 50.0
-    """`timeout`: what every request may wait."""
-    per_ki_token_ms: Milliseconds = 100.0
-    """`timeout`: what it may wait more for each 1,024 tokens wanted."""
-    cap_ms: Milliseconds = 2000.0
-    """No request waits longer, whatever the policy."""
-    min_tokens: int = Field(default=256, ge=0)
-    """Shorter runs are recomputed at once."""
+    """Prefetch policy: best_effort, wait_complete, timeout or adaptive."""
+    base_wait: Milliseconds = 50.0
+    """Policy `timeout`: maximum wait of every request, before `per_1k_tokens`."""
+    per_1k_tokens: Milliseconds = 100.0
+    """Policy `timeout`: additional maximum wait per 1,024 requested tokens."""
+    max_wait: Milliseconds = 2000.0
+    """Maximum wait of a request, for every policy."""
+    min_load_tokens: int = Field(default=256, ge=0)
+    """Minimum number of tokens to load. Shorter prefixes are recomputed at once."""
 
 
 class HashSettings(Section):
-    """How tokens become block hashes. Engines that share blocks must agree."""
+    """How tokens become block hashes. Engines that share blocks must use the same values."""
 
     algorithm: str = "sha256_cbor"
-    """sha256_cbor, xxhash_cbor."""
+    """Hash algorithm: sha256_cbor or xxhash_cbor."""
     seed: str = ""
-    """Seed of the first block's parent; "": none."""
+    """Seed of the first block's parent hash. "": no seed."""
 
 
 class ServerSettings(Section):
-    """Where the sidecar listens, and who may talk to it."""
+    """Addresses of the sidecar, and who can use it."""
 
     socket: str = "/tmp/kvstore.sock"
-    """Unix socket of the hot path."""
+    """Path of the Unix socket for engines."""
     host: str = "127.0.0.1"
-    """Address of the HTTP side."""
+    """Address of the HTTP API."""
     port: int = Field(default=8100, ge=0, le=65535)
-    """Port of the HTTP side; 0: any free one."""
-    tokens: Mapping[str, str] = Field(default_factory=dict, repr=False)
-    """Token to tenant. Empty: no token is asked for, and everybody is tenant "default"."""
-    admin_token: str = Field(default="", repr=False)
-    """Bearer token of flush and clear, when tokens are set."""
+    """Port of the HTTP API. 0: any free port."""
+    auth_tokens: Mapping[str, str] = Field(default_factory=dict, repr=False)
+    """Table of auth token to tenant. Empty: no token is required, and the tenant is "default"."""
+    admin_auth_token: str = Field(default="", repr=False)
+    """Bearer token of the administrator, required if `auth_tokens` has entries."""
     kv_events: tuple[str, ...] = ()
-    """Endpoints of engines that publish KV events, "tcp://HOST:5557"; needs pyzmq."""
+    """Endpoints of engines that publish KV events, such as "tcp://HOST:5557". Requires pyzmq."""
     kv_events_publish: str = ""
-    """Where the sidecar publishes what its L2 takes and drops, "tcp://*:5558"; "": nowhere."""
+    """Endpoint on which the sidecar publishes L2 events, such as "tcp://*:5558". "": no events."""
     kv_events_replay: str = ""
-    """Where a subscriber can ask again for what it missed of that; "": nowhere."""
+    """Endpoint on which a subscriber can request missed L2 events. "": no replay."""
 
 
 class LimitSettings(Section):
-    """Bounds on what waits, and for how long."""
+    """Bounds of queues, connections and waits."""
 
-    clients: int = Field(default=64, ge=1, le=65536)
-    """Engine connections at once."""
-    transfers: int = Field(default=4, ge=1, le=1024)
-    """HTTP block transfers at once; each owns a slot-sized buffer. More answer 503. Where there are
-    several, one is kept free of reads of tiers, which may hang."""
-    queue_blocks: int = Field(default=256, ge=1)
-    """Blocks waiting to be written, per tier; more are dropped and counted. See `queue_ms`."""
-    tier_deadline_ms: Milliseconds = Field(default=2000.0, gt=0)
-    """Longest a call to a tier is waited for."""
+    max_clients: int = Field(default=64, ge=1, le=65536)
+    """Maximum number of engine connections."""
+    max_http_transfers: int = Field(default=4, ge=1, le=1024)
+    """Maximum concurrent HTTP block transfers. Further requests get 503. Each transfer uses one
+    slot-sized buffer. If there are several, one never reads a tier: such a read can hang."""
+    write_queue_blocks: int = Field(default=256, ge=1)
+    """Maximum number of blocks queued for writing, per tier. Further blocks are dropped and
+    counted. See also `tiers.queue_time`."""
+    tier_timeout: Milliseconds = Field(default=2000.0, gt=0)
+    """Timeout of one call to a tier."""
     breaker_failures: int = Field(default=3, ge=1)
-    """Failures in a row after which a tier is left alone."""
-    breaker_reset_ms: Milliseconds = Field(default=5000.0, gt=0)
-    """How long it is left alone before the next try."""
-    hello_ms: Milliseconds = Field(default=5000.0, gt=0)
-    """How long a new connection may take to say who it is."""
-    transfer_ms: Milliseconds = Field(default=30_000.0, gt=0)
-    """Longest one HTTP block transfer may take."""
-    flush_ms: Milliseconds = Field(default=10_000.0, gt=0)
-    """Longest the sidecar writes what is queued when it is told to stop."""
+    """Consecutive failures that open the circuit breaker of a tier."""
+    breaker_reset: Milliseconds = Field(default=5000.0, gt=0)
+    """Time from the opening of a circuit breaker to the next try."""
+    handshake_timeout: Milliseconds = Field(default=5000.0, gt=0)
+    """Handshake timeout of a new connection."""
+    http_transfer_timeout: Milliseconds = Field(default=30_000.0, gt=0)
+    """Timeout of one HTTP block transfer."""
+    shutdown_drain_timeout: Milliseconds = Field(default=10_000.0, gt=0)
+    """Maximum time the sidecar writes queued blocks at shutdown."""
 
 
 class LogSettings(Section):
-    """The log of a server, on stderr."""
+    """Log of the sidecar or the engine, on stderr."""
 
     format: str = "logfmt"
-    """logfmt, json, text. The first two write one line for each event."""
+    """Log format: logfmt, json or text. The first two write one line per event."""
     level: str = "warning"
-    """Least that is written: debug, info, warning, error. Requests are info."""
+    """Minimum log level: debug, info, warning or error. Requests are logged at info."""
 
 
 class TraceSettings(Section):
-    """Traces, by OpenTelemetry; needs the extra `otel`."""
+    """OpenTelemetry traces. Requires the extra `otel`."""
 
     endpoint: str = ""
-    """A collector that takes OTLP over HTTP, "http://127.0.0.1:4318"; "": no traces."""
-    ratio: float = Field(default=1.0, ge=0, le=1)
-    """Share of what nobody has decided on that is traced."""
+    """URL of a collector for OTLP over HTTP, such as "http://127.0.0.1:4318". "": no traces."""
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Sampling ratio for requests without an incoming trace decision (`traceparent`)."""
 
 
 class Settings(BaseSettings):
-    """The whole tree. Make it by `Settings.load`."""
+    """The whole tree. Use `Settings.load` to create it."""
 
     model_config = SettingsConfigDict(
         frozen=True,
         extra="forbid",
-        case_sensitive=True,  # of keys; names in the environment are not
+        case_sensitive=True,  # for keys, not for environment variables
         env_prefix=ENV_PREFIX,
         env_nested_delimiter=ENV_NESTED,
     )
@@ -295,17 +249,24 @@ class Settings(BaseSettings):
         """Read the tree.
 
         file: a TOML file, or None.
-        overrides: what the command line said, as nested maps; wins over all else.
-        environment: False leaves `KVSTORE_*` unread (the embedded store says all in its call).
+        overrides: values of the command line, as nested maps. They have the highest priority.
+        environment: False ignores `KVSTORE_*` (an embedded store takes all values as arguments).
 
         Raises:
-            ConfigError: the file cannot be read, a key is unknown or a value is wrong; one line
-                that names it.
+            ConfigError: the file cannot be read, a key is unknown or renamed, or a value is wrong.
+                The message is one line that names the key.
         """
         tree: dict[str, Any] = {}
-        for source in sources(file, overrides, environment=environment).values():
-            tree = merged(tree, source)
-        return validated(cls, tree)
+        for source in read_sources(file, overrides, environment=environment).values():
+            tree = merge(tree, source)
+        settings = validate(cls, tree)
+        for index, tier in enumerate(settings.tiers):
+            for key in tier.model_extra or {}:
+                path = f"tiers.{index}.{key}"
+                new = renamed.new_key(path, tier.kind)
+                if new is not None:
+                    raise ConfigError(renamed.refusal(path, new))
+        return settings
 
     @classmethod
     def settings_customise_sources(
@@ -316,18 +277,18 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what `load` has merged: it reads file and environment itself, in one order."""
+        """Use only the values that `load` merged: it reads file and environment itself."""
         return (init_settings,)
 
 
-def sources(
+def read_sources(
     file: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     *,
     environment: bool = True,
 ) -> dict[str, dict[str, Any]]:
-    """What each source says, unchecked: "file", "environment", "flag", in the order in which they
-    win. Raises ConfigError: one cannot be read."""
+    """Return the unvalidated values of each source ("file", "environment", "flag"), lowest priority
+    first. Raises ConfigError if a source cannot be read."""
     return {
         "file": _read_toml(Path(file)) if file is not None else {},
         "environment": _read_environment() if environment else {},
@@ -335,77 +296,92 @@ def sources(
     }
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with `over` laid over it, table by table; lists are replaced whole."""
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `over` into a copy of `base`, table by table. A list replaces the whole list."""
     result = dict(base)
     for key, value in over.items():
         known = result.get(key)
         both = isinstance(known, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(known, value) if both else value  # type: ignore[arg-type]
+        result[key] = merge(known, value) if both else value  # type: ignore[arg-type]
     return result
 
 
-def validated(model: type[ModelT], values: Mapping[str, Any], where: str = "") -> ModelT:
-    """Build `model` from untyped values; `where` is its path in the tree.
+def validate(model: type[ModelT], values: Mapping[str, Any], where: str = "") -> ModelT:
+    """Build `model` from untyped values. `where` is its path in the tree.
 
-    Raises ConfigError: the first thing wrong, in one line, with the nearest right name for an
-    unknown key. Tiers' own `Config` models come through here too.
+    Tiers use this function for their own `Config` models too.
+
+    Raises ConfigError for the first error, in one line. For an unknown key the line suggests the
+    closest valid key.
     """
     try:
         return model(**values)
     except ValidationError as error:
-        raise ConfigError(_one_line(model, error, where)) from None
+        raise ConfigError(_first_message(model, error, where)) from None
 
 
-def nearest(word: str, right: Iterable[str]) -> str:
-    """Which of `right` the user may have meant, as an end of a sentence."""
-    names = sorted(right)
+def suggest(word: str, valid: Iterable[str]) -> str:
+    """Suggest one of `valid`, as the end of a sentence."""
+    names = sorted(valid)
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
     return f"known: {', '.join(names)}"
 
 
-def mistakes(
+def validation_errors(
     model: type[BaseModel], values: Mapping[str, Any], where: str = ""
 ) -> list[tuple[tuple[str | int, ...], str]]:
-    """Everything that is wrong with untyped values for `model`: where, and in one line what."""
+    """Return every error of untyped values for `model`: its location and a one-line message."""
     try:
         model(**values)
     except ValidationError as error:
-        faults = error.errors(include_url=False)
-        return [(fault["loc"], _line(model, fault, where)) for fault in faults]
+        errors = error.errors(include_url=False)
+        return [(each["loc"], _message(model, each, where)) for each in errors]
     return []
 
 
-def _one_line(model: type[BaseModel], error: ValidationError, where: str) -> str:
-    """The first fault of a validation, in words of the tree."""
-    faults = error.errors(include_url=False)
-    # A misspelt key is also a missing one: the spelling is what helps.
-    fault = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
-    return _line(model, fault, where)
+def _first_message(model: type[BaseModel], error: ValidationError, where: str) -> str:
+    """Return the message for the first error of a validation."""
+    errors = error.errors(include_url=False)
+    # A misspelt required key is also a missing key. Report the spelling.
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    return _message(model, first, where)
 
 
-def _line(model: type[BaseModel], fault: Mapping[str, Any], where: str) -> str:
-    """One fault of a validation."""
-    path = [str(part) for part in fault["loc"]]
+def _message(model: type[BaseModel], error: Mapping[str, Any], where: str) -> str:
+    """Return the message for one error of a validation."""
+    path = [str(part) for part in error["loc"]]
     name = ".".join(([where] if where else []) + path)
-    if fault["type"] == "extra_forbidden":
-        right = _keys_at(model, path[:-1])
-        if where.startswith("tiers."):  # a tier's own part; its table has the common keys too
-            right += difflib.get_close_matches(path[-1], TierSettings.model_fields, n=1)
-        return f"unknown key {name!r}; {nearest(path[-1], right)}"
-    if fault["type"] == "missing":
+    if error["type"] == "extra_forbidden":
+        old = _renamed(model, name, error["input"])
+        if old is not None:
+            return old
+        valid = _keys_at(model, path[:-1])
+        if where.startswith("tiers."):  # the table also has the keys of every tier
+            valid += difflib.get_close_matches(path[-1], TierSettings.model_fields, n=1)
+        return f"unknown key {name!r}; {suggest(path[-1], valid)}"
+    if error["type"] == "missing":
         return f"missing key {name!r}"
-    reason = fault["msg"].removeprefix("Value error, ")
+    reason = error["msg"].removeprefix("Value error, ")
     reason = reason[:1].lower() + reason[1:] if reason.startswith("Input") else reason
     if any(part in _SECRET for part in path):
         return f"{'.'.join(path[:2])}: {reason}"
-    return f"{name} = {fault['input']!r}: {reason}"
+    return f"{name} = {error['input']!r}: {reason}"
+
+
+def _renamed(model: type[BaseModel], name: str, value: Any) -> str | None:
+    """Return the message for an unknown key that was renamed, or for a table of renamed keys."""
+    if isinstance(value, Mapping):
+        inner = renamed.refusal_in_table(value, name)
+        if inner is not None:
+            return inner
+    new = renamed.new_key(name, model.__module__)
+    return None if new is None else renamed.refusal(name, new)
 
 
 def _keys_at(model: type[BaseModel], path: list[str]) -> list[str]:
-    """Names of the fields of the model that `path` leads to from `model`."""
+    """Return the field names of the model at `path` below `model`."""
     here: type[BaseModel] = model
     for part in path:
         field = here.model_fields.get(part)
@@ -415,7 +391,7 @@ def _keys_at(model: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    """The file as nested maps; every way of being unreadable is one line."""
+    """Read the file as nested maps. Raises ConfigError, in one line, if that fails."""
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
@@ -426,15 +402,21 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _read_environment() -> dict[str, Any]:
-    """What `KVSTORE_*` says, as nested maps. An unknown name is an error like an unknown key."""
+    """Read `KVSTORE_*` as nested maps. Raises ConfigError for an unknown or renamed variable."""
     source = EnvSettingsSource(Settings, case_sensitive=False)
     prefix = ENV_PREFIX.lower()
     for name in source.env_vars:
         section = name.lower().removeprefix(prefix).split(ENV_NESTED)[0]
-        if name.lower().startswith(prefix) and section not in Settings.model_fields:
+        if not name.lower().startswith(prefix):
+            continue
+        new = renamed.new_variable(name, ENV_PREFIX, ENV_NESTED)
+        if new is not None:
+            old = ENV_NESTED.join(name.upper().split(ENV_NESTED)[:2])
+            raise ConfigError(renamed.refusal(old, new))
+        if section not in Settings.model_fields:
             raise ConfigError(
                 f"unknown environment variable {name.upper()!r}: "
-                f"no section {section!r}; {nearest(section, Settings.model_fields)}"
+                f"no section {section!r}; {suggest(section, Settings.model_fields)}"
             )
     try:
         return source()
@@ -443,5 +425,5 @@ def _read_environment() -> dict[str, Any]:
 
 
 def hash_seed() -> str | None:
-    """What vLLM's xxhash begins its chains with; None: bytes that each process makes up."""
+    """Return the seed of vLLM's xxhash chains. None: each process uses its own random bytes."""
     return os.environ.get("PYTHONHASHSEED")

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them."""
+"""Parse and format sizes and durations with units."""
 
 from __future__ import annotations
 
@@ -28,29 +28,33 @@ _LOGIN = re.compile(r"(://)[^/?#\s]*@")
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes of "200GiB", "2 TB", "1.5MiB" or a plain number; KiB is 1,024 bytes and kB 1,000.
+    """Return the bytes of "200GiB", "2 TB", "1.5MiB" or a plain number.
+
+    KiB is 1,024 bytes, kB is 1,000 bytes.
 
     Raises:
-        ConfigError: no such size, or a part of a byte.
+        ConfigError: the text is not a size, or not a whole number of bytes.
     """
     match = _QUANTITY.fullmatch(str(text))
     unit = _BYTE_UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ConfigError(f"{text!r} is no size; write a number and a unit, such as 512MiB or 2TB")
+        raise ConfigError(f"invalid size {text!r}: use a number with a unit, such as 512MiB or 2TB")
     whole, _, part = match[1].partition(".")
     scale: int = 10 ** len(part)
     size, rest = divmod(int(whole + part) * unit, scale)
     if (rest and unit == 1) or size > MAX_BYTES:
-        raise ConfigError(f"{text!r} is no size; it must be whole bytes, at most {MAX_BYTES}")
+        raise ConfigError(
+            f"invalid size {text!r}: use a whole number of bytes, at most {MAX_BYTES}"
+        )
     return size
 
 
 def format_bytes(size: int) -> str:
-    """A size for people, with binary units and at most two decimals: 131072 -> "128 KiB"."""
+    """Format a size with binary units and at most two decimals: 131072 -> "128 KiB"."""
     sign, value = ("-", float(-size)) if size < 0 else ("", float(size))
     units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
     index = 0
-    # 1023.995 and above would be printed as "1024" of the smaller unit.
+    # 1023.995 and above would appear as "1024" of the smaller unit.
     while value >= 1023.995 and index < len(units) - 1:
         value /= 1024
         index += 1
@@ -58,28 +62,47 @@ def format_bytes(size: int) -> str:
 
 
 def parse_duration_s(text: str | int | float) -> float:
-    """Seconds of "250ms", "1.5s", "10m", "2h", "1d" or a plain number of seconds.
+    """Return the seconds of "250ms", "1.5s", "10m", "2h", "1d" or a plain number of seconds.
 
     Raises:
-        ConfigError: no such duration.
+        ConfigError: the text is not a duration.
     """
     match = _QUANTITY.fullmatch(str(text))
     unit = _SECOND_UNITS.get(match[2].lower() or "s") if match else None
     if match is None or unit is None:
         raise ConfigError(
-            f"{text!r} is no duration; write a number and a unit, such as 250ms or 2h"
+            f"invalid duration {text!r}: use a number with a unit, such as 250ms or 2h"
         )
     return float(match[1]) * unit
 
 
+def parse_ms(value: str | float) -> float:
+    """Return the milliseconds of "250ms", "1.5s", "2m" or a plain number of milliseconds.
+
+    Raises:
+        ConfigError: the value is not a duration, or it is negative.
+    """
+    try:
+        number = float(value)
+    except ValueError:
+        return parse_duration_s(value) * 1e3
+    if not 0 <= number < float("inf"):
+        raise ConfigError(
+            f"invalid duration {value!r}: use a number with a unit, such as '250ms', '1.5s' or '2m'"
+        )
+    return number
+
+
 def without_login(text: str) -> str:
-    """An address as it may be shown: "http://user:secret@host" -> "http://***@host"."""
+    """Mask the login of an address: "http://user:secret@host" -> "http://***@host"."""
     return _LOGIN.sub(r"\1***@", text)
 
 
 def spell_bytes(size: int) -> str:
-    """A size as configuration files have it: text that `parse_bytes` reads back as the same
-    number, in the largest unit that divides it: 131072 -> "128KiB", 1000 -> "1000B"."""
+    """Format a size for a configuration file: 131072 -> "128KiB", 1000 -> "1000B".
+
+    The unit is the largest one that divides the size. `parse_bytes` reads back the same number.
+    """
     for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
         if size and size % _BYTE_UNITS[unit.lower()] == 0:
             return f"{size // _BYTE_UNITS[unit.lower()]}{unit}"
@@ -87,7 +110,7 @@ def spell_bytes(size: int) -> str:
 
 
 def spell_ms(ms: float) -> str:
-    """A time as configuration files have it: 5000.0 -> "5s", 250.0 -> "250ms", 0.0 -> "0"."""
+    """Format a duration for a configuration file: 5000.0 -> "5s", 250.0 -> "250ms", 0.0 -> "0"."""
     for unit, unit_ms in (("h", 3_600_000), ("m", 60_000), ("s", 1000)):
         if ms and ms % unit_ms == 0:
             return f"{ms / unit_ms:g}{unit}"

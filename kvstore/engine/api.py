@@ -1,6 +1,6 @@
-"""The OpenAI-compatible bodies, and what becomes of them: requests for the engine, and answers.
+"""Bodies of the OpenAI-compatible API: parsing into engine requests, and building responses.
 
-Fields that would change the result and are not supported are refused, never ignored.
+A field that is not supported and would change the result is rejected, never ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore.engine.request import Output
 from kvstore.errors import ConfigError
 
 MAX_PROMPTS = 256
-"""Prompts in one completions call."""
+"""Maximum prompts in one completions call."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -31,7 +31,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "response_format": (None, {"type": "text"}),
 }
-"""Fields of the API that are not supported, with the values that ask for nothing."""
+"""Fields of the API that are not supported, with the values that have no effect."""
 
 
 class StreamOptions(BaseModel):
@@ -41,9 +41,9 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What both endpoints take. `lora` is chosen by naming the adapter as `model`.
+    """Fields of both endpoints. A LoRA adapter is selected by its name as `model`.
 
-    cache_salt, top_k, ignore_eos, stop_token_ids: extensions, under the names vLLM gives them.
+    cache_salt, top_k, ignore_eos, stop_token_ids: extensions, named as in vLLM.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -67,18 +67,18 @@ class Body(BaseModel):
     logit_bias: dict[str, float] | None = None
 
     def check_supported(self) -> None:
-        """Raises ConfigError for a field that asks for something the engine does not do."""
+        """Raise ConfigError for a field with a value that the engine does not support."""
         for name, allowed in NEUTRAL.items():
             value = getattr(self, name, None)
             if not any(value == one and type(value) is type(one) for one in allowed):
                 raise ConfigError(
-                    f"{name}={value!r} is not supported; leave it out or set it to {allowed[-1]!r}"
+                    f"{name}={value!r} is not supported; omit it or set it to {allowed[-1]!r}"
                 )
         if self.stream_options is not None and not self.stream:
-            raise ConfigError("stream_options is for stream=true only")
+            raise ConfigError("stream_options requires stream=true")
 
     def request_fields(self) -> dict[str, Any]:
-        """Fields of `engine.request.Request` that this body names."""
+        """Return the fields of `engine.request.Request` that this body sets."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return {
             "temperature": 1.0 if self.temperature is None else self.temperature,
@@ -93,7 +93,7 @@ class Body(BaseModel):
 
     @property
     def wants_usage(self) -> bool:
-        """A stream shall end with usage."""
+        """Whether a stream ends with usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 
@@ -105,15 +105,15 @@ class CompletionBody(Body):
     suffix: str | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt as text or as token ids."""
+        """Return each prompt as text or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
-            raise ConfigError("the prompt is empty; it must have at least 1 token")
+            raise ConfigError("prompt must have at least 1 token (got an empty prompt)")
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         if len(self.prompt) > MAX_PROMPTS:
-            raise ConfigError(f"{len(self.prompt)} prompts; at most {MAX_PROMPTS} are right")
+            raise ConfigError(f"prompt must have at most {MAX_PROMPTS} (got {len(self.prompt)})")
         return list(self.prompt)
 
 
@@ -124,7 +124,7 @@ class ChatMessage(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message with its content as one string; parts other than text are refused."""
+        """Return the message with its content as one string. Raises ConfigError unless text."""
         fields = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             parts = []
@@ -148,20 +148,20 @@ class ChatBody(Body):
 
     @property
     def limit(self) -> int | None:
-        """Tokens to make at most; None: as many as fit."""
+        """Maximum tokens to generate. None: as many as fit."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
 
 
 def plain_chat(messages: Sequence[Mapping[str, Any]]) -> str:
-    """A conversation as text, for models without a template of their own."""
+    """Return a conversation as text, for models without a chat template."""
     turns = [f"{message['role']}: {message['content']}\n" for message in messages]
     return "".join(turns) + "assistant:"
 
 
 def usage_of(outputs: Sequence[Output]) -> dict[str, Any]:
-    """Usage over the whole outputs of one call.
+    """Return the usage of all outputs of one call.
 
     prompt_tokens_details: cached_tokens is the sum of cached_tokens_by_tier.
     kvstore: queue_ms and ttft_ms of the slowest prompt, from its arrival in the engine.
@@ -188,22 +188,22 @@ def usage_of(outputs: Sequence[Output]) -> dict[str, Any]:
 
 
 def error_body(message: str, status: int, *, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it."""
+    """Return an error in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code or status}}
 
 
 def validation_message(error: RequestValidationError, known: Sequence[str]) -> str:
-    """The first fault of a body, in one line, with the nearest field for an unknown one."""
+    """Return the first error of a body in one line, with the closest name for an unknown field."""
     first = error.errors()[0]
     where = [str(part) for part in first["loc"] if part != "body"]
     name = where[0] if where else "body"
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; {near[0]!r} may be meant" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         return f"unknown field {'.'.join(where)!r}{hint}"
     if name == "prompt" and first["type"] != "missing":
         return "prompt must be a string, a list of strings, token ids, or a list of those"
     if first["type"] == "missing":
-        return f"field {'.'.join(where)!r} is missing"
+        return f"missing field {'.'.join(where)!r}"
     return f"field {'.'.join(where) or 'body'!r}: {' '.join(str(first['msg']).split())}"

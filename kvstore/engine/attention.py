@@ -1,8 +1,8 @@
 """Paged attention with torch operations, for CPU and CUDA.
 
-A plan is made once per step and used by every layer. Rows with several new tokens attend one by
-one; rows with a single new token (decoding) are batched, padded to the longest of their group, and
-grouped by length so that padding never more than doubles the work.
+All layers of a step share one `AttentionPlan`. Rows with several new tokens attend one by one. Rows
+with a single new token (decoding) are batched and padded to the longest row of their group. Groups
+are by length, so padding at most doubles the work.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvstore.engine.hooks import LayerArrival
 
 
 class StepRow:
-    """One request's share of a step.
+    """One request's part of a step.
 
-    tokens: [n] int32 new token ids; start: position of the first; pages: [pages] int32 page table
-    that covers start + n tokens (longer is fine); lora: the adapter's name, "" for none.
+    tokens: [n] int32 new token ids. start: position of the first. pages: [pages] int32 page table
+    that covers start + n tokens, or more. lora: name of the adapter, "" for none.
     """
 
     __slots__ = ("lora", "pages", "start", "tokens")
@@ -43,23 +43,23 @@ class StepRow:
 
 @dataclass(slots=True)
 class PrefillRow:
-    """A row of several new tokens: tokens first..end of the step, over kv_len tokens of pages."""
+    """A row of several new tokens: tokens first..end of the step, over kv_len tokens in pages."""
 
     first: int
     end: int
     kv_len: int
     pages: torch.Tensor
     mask: torch.Tensor | None
-    """[end - first, kv_len] additive; None for a row that starts at 0 (plain causal), and on CUDA,
-    whose kernels know this mask."""
+    """[end - first, kv_len], additive. None for a row that starts at 0 (plain causal), and on CUDA,
+    where the kernels apply this mask themselves."""
 
 
 @dataclass(slots=True)
 class DecodeGroup:
-    """Rows of one new token each.
+    """Rows with one new token each.
 
-    tokens: [rows] int64 indices into the step's tokens; pages: [rows * pages_each] int64;
-    mask: [rows, 1, 1, kv_len] additive, None where every row is exactly kv_len long.
+    tokens: [rows] int64 indices into the step's tokens. pages: [rows * pages_each] int64.
+    mask: [rows, 1, 1, kv_len], additive. None if every row has exactly kv_len tokens.
     """
 
     tokens: torch.Tensor
@@ -70,23 +70,23 @@ class DecodeGroup:
 
 
 def lower_right_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention of the last queries of a sequence over all of it.
+    """Causal attention of the last queries of a sequence over the whole sequence.
 
-    q: [1, heads, n, head_dim]; k, v: [1, kv_heads, kv_len, head_dim], n <= kv_len.
+    q: [1, heads, n, head_dim]. k, v: [1, kv_heads, kv_len, head_dim], n <= kv_len.
 
-    On CUDA this is FlashAttention, which needs no mask in memory, where torch has it for the dtype
-    and head_dim. K and V are repeated for the query heads that share them: torch's kernels do not
-    all share, and its fallback would hold all scores at once.
+    On CUDA this is FlashAttention, which needs no mask in memory, if torch has it for the dtype and
+    head_dim. K and V are repeated for the query heads that share them. Not all of torch's kernels
+    support sharing, and its fallback would keep all scores in memory.
     """
     groups = q.shape[1] // k.shape[1]
-    k, v = (held.repeat_interleave(groups, dim=1) for held in (k, v))
+    k, v = (part.repeat_interleave(groups, dim=1) for part in (k, v))
     mask = causal_lower_right(q.shape[2], k.shape[2])
     mixed: torch.Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return mixed
 
 
 class AttentionPlan:
-    """Where a step's K and V go, and what each of its tokens attends to."""
+    """Positions for a step's K and V, and the tokens that each new token attends to."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class AttentionPlan:
         device: torch.device,
         arriving: Sequence[Sequence[LayerArrival]] = (),
     ) -> None:
-        """arriving: loads still running, each by layer."""
+        """arriving: loads in progress, each a list by layer."""
         self._arriving = arriving
         self._dtype = dtype
         self._device = device
@@ -141,10 +141,10 @@ class AttentionPlan:
         pages_each = -(-kv_len // self._page_tokens)
         pages = np.empty((len(group), pages_each), dtype=np.int64)
         for index, (_, row) in enumerate(group):
-            held = -(-(row.start + 1) // self._page_tokens)
-            pages[index, :held] = row.pages[:held]
-            # Padding names a page of the row's own: nobody else writes it while it is read.
-            pages[index, held:] = row.pages[held - 1]
+            used = -(-(row.start + 1) // self._page_tokens)
+            pages[index, :used] = row.pages[:used]
+            # Pad with a page of the same row: no other row writes to it during the read.
+            pages[index, used:] = row.pages[used - 1]
         mask = None
         if int(lengths.min()) < kv_len:
             beyond = np.arange(kv_len)[None, :] >= lengths[:, None]
@@ -160,12 +160,12 @@ class AttentionPlan:
         )
 
     def begin_layer(self, index: int) -> None:
-        """Before anything of this layer's pool is read or written."""
+        """Wait for this layer of all arriving loads. Call it before using the layer's pool."""
         for layers in self._arriving:
             layers[index].order()
 
     def write(self, layer_pool: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put k and v [tokens, kv_heads, head_dim] into their pages.
+        """Write k and v [tokens, kv_heads, head_dim] into their pages.
 
         layer_pool: [2, num_pages, page_tokens, kv_heads, head_dim], one layer of the pool.
         """
@@ -174,7 +174,7 @@ class AttentionPlan:
         flat[1].index_copy_(0, self.slots, v)
 
     def attend(self, q: torch.Tensor, layer_pool: torch.Tensor) -> torch.Tensor:
-        """Attention of q [tokens, heads, head_dim] over the rows' pages.
+        """Compute attention of q [tokens, heads, head_dim] over the rows' pages.
 
         Returns: [tokens, heads * head_dim].
         """
@@ -188,8 +188,8 @@ class AttentionPlan:
     def _attend_prefill(
         self, row: PrefillRow, q: torch.Tensor, layer_pool: torch.Tensor, out: torch.Tensor
     ) -> None:
-        held = layer_pool.index_select(1, row.pages).flatten(1, 2)[:, : row.kv_len]
-        k, v = held.transpose(1, 2)[:, None]
+        kv = layer_pool.index_select(1, row.pages).flatten(1, 2)[:, : row.kv_len]
+        k, v = kv.transpose(1, 2)[:, None]
         if self._device.type == "cuda":
             mixed = lower_right_attention(q[row.first : row.end].transpose(0, 1)[None], k, v)
             out[row.first : row.end] = mixed[0].transpose(0, 1)
@@ -210,10 +210,10 @@ class AttentionPlan:
         rows = len(group.tokens)
         heads, head_dim = q.shape[1:]
         kv_heads = layer_pool.shape[3]
-        held = layer_pool.index_select(1, group.pages)
-        held = held.view(2, rows, -1, kv_heads, head_dim)[:, :, : group.kv_len]
-        k, v = held.transpose(2, 3)
-        # The query heads that share a KV head stand as that head's queries: K is read once.
+        kv = layer_pool.index_select(1, group.pages)
+        kv = kv.view(2, rows, -1, kv_heads, head_dim)[:, :, : group.kv_len]
+        k, v = kv.transpose(2, 3)
+        # Query heads that share a KV head become queries of that head: K is read once.
         folded = q[group.tokens].view(rows, kv_heads, heads // kv_heads, head_dim)
         mixed = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
         out[group.tokens] = mixed.reshape(rows, heads, head_dim)

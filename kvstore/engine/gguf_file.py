@@ -1,9 +1,9 @@
-"""Reads a GGUF file: its metadata, its tensors, its tokenizer.
+"""Reads a GGUF file: metadata, tensors, tokenizer.
 
-Format: the GGUF specification, version 2 and 3, little-endian
-(github.com/ggml-org/ggml/blob/master/docs/gguf.md). The header is parsed here, because the `gguf`
-package's reader makes an array per vocabulary entry (5.5 s for 49k tokens against 0.1 s); its
-tables of quantisations and their decoding are used as they are.
+Format: the GGUF specification, versions 2 and 3, little-endian
+(github.com/ggml-org/ggml/blob/master/docs/gguf.md). This module parses the header itself, because
+the reader of the `gguf` package makes an array per vocabulary entry (5.5 s for 49k tokens, compared
+with 0.1 s). It uses that package's quantisation tables and decoders.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvstore.errors import ConfigError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16
-"""Metadata entries, and tensors, of one file."""
+"""Maximum number of metadata entries, and of tensors, in a file."""
 MAX_ARRAY = 1 << 24
 MAX_STRING_BYTES = 1 << 24
 MAX_DEPTH = 4
@@ -70,7 +70,7 @@ _TOP_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies: shape in rows-first order, its quantisation, bytes in the file."""
+    """Location of one tensor: shape with rows first, quantisation, position in the file."""
 
     shape: tuple[int, ...]
     kind: gguf.GGMLQuantizationType
@@ -79,19 +79,19 @@ class TensorInfo:
 
 
 class _Cursor:
-    """Reads values one after another; running off the end is a damaged file."""
+    """Reads values one after another. Reading past the end raises ConfigError."""
 
     def __init__(self, view: memoryview, where: str) -> None:
         self._view = view
         self._where = where
         self.at = 0
 
-    def damaged(self, what: str) -> ConfigError:
-        return ConfigError(f"{self._where} is not a readable GGUF file: {what}")
+    def invalid(self, what: str) -> ConfigError:
+        return ConfigError(f"{self._where} is not a valid GGUF file: {what}")
 
     def take(self, nbytes: int) -> memoryview:
         if nbytes > len(self._view) - self.at:
-            raise self.damaged(f"it ends at byte {len(self._view)}, within a value")
+            raise self.invalid(f"it ends at byte {len(self._view)}, inside a value")
         self.at += nbytes
         return self._view[self.at - nbytes : self.at]
 
@@ -101,7 +101,7 @@ class _Cursor:
     def count(self, limit: int, what: str) -> int:
         value = int(self.scalar("Q"))
         if value > limit:
-            raise self.damaged(f"{value} {what}, the limit is {limit}")
+            raise self.invalid(f"{value} {what}, the limit is {limit}")
         return value
 
     def string(self) -> str:
@@ -115,7 +115,7 @@ class _Cursor:
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY or depth >= MAX_DEPTH:
-            raise self.damaged(f"value type {kind} at depth {depth}")
+            raise self.invalid(f"value type {kind} at depth {depth}")
         inner = self.scalar("I")
         count = self.count(MAX_ARRAY, "entries in an array")
         if inner in _SCALARS:
@@ -125,25 +125,25 @@ class _Cursor:
 
 
 class GGUFFile:
-    """An open GGUF file. `fields` holds its metadata, `tensors` its directory.
+    """An open GGUF file. fields: its metadata. tensors: its tensor directory.
 
     Raises:
-        ConfigError: the file is not GGUF, is cut short, or holds an unknown quantisation.
+        ConfigError: the file is not GGUF, is truncated, or has an unknown quantisation.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
             if path.stat().st_size < 24:
-                raise ConfigError(f"{path} is not a readable GGUF file: it is too short")
+                raise ConfigError(f"{path} is not a valid GGUF file: it is too short")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._view = memoryview(self._map)
         cursor = _Cursor(self._view, str(path))
         if bytes(cursor.take(4)) != MAGIC:
-            raise cursor.damaged("its first four bytes are not 'GGUF'")
+            raise cursor.invalid("its first four bytes are not 'GGUF'")
         version = cursor.scalar("I")
         if version not in VERSIONS:
-            raise cursor.damaged(f"version {version}; 2 and 3 are supported")
+            raise cursor.invalid(f"version {version}; 2 and 3 are supported")
         tensor_count = cursor.count(MAX_ENTRIES, "tensors")
         field_count = cursor.count(MAX_ENTRIES, "metadata entries")
         self.fields: dict[str, Any] = {}
@@ -158,12 +158,12 @@ class GGUFFile:
             name = cursor.string()
             dimensions = cursor.scalar("I")
             if not 1 <= dimensions <= MAX_DIMENSIONS:
-                raise cursor.damaged(f"tensor {name!r} has {dimensions} dimensions")
+                raise cursor.invalid(f"tensor {name!r} has {dimensions} dimensions")
             sizes = [int(cursor.scalar("Q")) for _ in range(dimensions)]
             found.append((name, tuple(reversed(sizes)), cursor.scalar("I"), cursor.scalar("Q")))
         align = int(self.fields.get("general.alignment", 32))
         if align < 1:
-            raise cursor.damaged(f"an alignment of {align}")
+            raise cursor.invalid(f"an alignment of {align}")
         data = -(-cursor.at // align) * align
         tensors: dict[str, TensorInfo] = {}
         for name, shape, kind_id, offset in found:
@@ -171,19 +171,19 @@ class GGUFFile:
                 kind = gguf.GGMLQuantizationType(kind_id)
             except ValueError:
                 raise ConfigError(
-                    f"{self.path}: tensor {name!r} has quantisation {kind_id}, which is not known"
+                    f"{self.path}: tensor {name!r} has the unknown quantisation {kind_id}"
                 ) from None
             per, each = gguf.GGML_QUANT_SIZES[kind]
             if shape[-1] % per:
-                raise cursor.damaged(f"tensor {name!r} of {shape[-1]} columns in groups of {per}")
+                raise cursor.invalid(f"tensor {name!r} of {shape[-1]} columns in groups of {per}")
             nbytes = int(np.prod(shape, dtype=object)) // per * each
             if data + offset + nbytes > len(self._view):
-                raise cursor.damaged(f"it ends within tensor {name!r}")
+                raise cursor.invalid(f"it ends inside tensor {name!r}")
             tensors[name] = TensorInfo(shape, kind, data + offset, nbytes)
         return tensors
 
     def read(self, name: str) -> tuple[npt.NDArray[np.uint8], torch.Tensor]:
-        """A tensor's bytes as they lie in the file, and its values as float32.
+        """Return a tensor's bytes as in the file, and its values as float32.
 
         Raises:
             ConfigError: its quantisation cannot be decoded.
@@ -192,7 +192,7 @@ class GGUFFile:
         return np.frombuffer(self._view, np.uint8, info.nbytes, info.offset), self.tensor(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor as float32, dequantised.
+        """Return a tensor dequantised to float32.
 
         Raises:
             ConfigError: its quantisation cannot be decoded.
@@ -209,13 +209,13 @@ class GGUFFile:
             decoded = gguf.quants.dequantize(rows, info.kind)
         except (NotImplementedError, KeyError) as error:
             raise ConfigError(
-                f"{self.path}: tensor {name!r} has quantisation {info.kind.name}, which cannot "
-                f"be decoded; Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, F16, BF16 and F32 can"
+                f"{self.path}: tensor {name!r} has quantisation {info.kind.name}, which is not "
+                f"supported; use Q4_0, Q4_1, Q8_0, Q4_K, Q6_K, F16, BF16 or F32"
             ) from error
         return torch.from_numpy(np.ascontiguousarray(decoded, dtype=np.float32))
 
     def name_of(self, name: str) -> str:
-        """GGUF's name for a tensor named as Hugging Face does."""
+        """Return GGUF's name of a tensor with this Hugging Face name."""
         if name in _TOP_NAMES:
             return _TOP_NAMES[name]
         layer, _, rest = name.removeprefix("model.layers.").partition(".")
@@ -223,22 +223,22 @@ class GGUFFile:
         return f"blk.{layer}.{_LAYER_NAMES[stem]}.{suffix}"
 
     def config(self) -> ModelConfig:
-        """The model's shape.
+        """Return the model's shape.
 
         Raises:
-            ConfigError: the architecture is not supported, or an entry is missing or odd.
+            ConfigError: the architecture is not supported, or an entry is missing or invalid.
         """
         try:
             return self._config()
         except (TypeError, ValueError, ZeroDivisionError) as error:
-            raise ConfigError(f"{self.path}: its metadata cannot be used: {error}") from error
+            raise ConfigError(f"{self.path}: invalid metadata: {error}") from error
 
     def _config(self) -> ModelConfig:
         family = str(self._field("general.architecture"))
         if family not in FAMILIES:
             raise ConfigError(
                 f"{self.path}: architecture {family!r} is not supported; "
-                f"supported are {', '.join(FAMILIES)}"
+                f"use one of {', '.join(FAMILIES)}"
             )
         heads = int(self._field(f"{family}.attention.head_count"))
         hidden = int(self._field(f"{family}.embedding_length"))
@@ -270,7 +270,7 @@ class GGUFFile:
 
     def _field(self, name: str) -> Any:
         if name not in self.fields:
-            raise ConfigError(f"{self.path}: the metadata entry {name!r} is missing")
+            raise ConfigError(f"{self.path}: missing metadata entry {name!r}")
         return self.fields[name]
 
     def _rope(self, family: str, head_dim: int) -> RopeConfig:
@@ -279,14 +279,14 @@ class GGUFFile:
         if turned != head_dim:
             raise ConfigError(
                 f"{self.path}: rotary positions over {turned} of {head_dim} dimensions are not "
-                f"supported; all of them would be"
+                f"supported; all dimensions must be rotary"
             )
         divisors: tuple[float, ...] = ()
         if "rope_freqs.weight" in self.tensors:
             divisors = tuple(self.tensor("rope_freqs.weight").flatten().tolist())
         return RopeConfig(
             theta=float(self.fields.get(f"{family}.rope.freq_base", 10000.0)),
-            # GGUF stores llama's q and k with their rows paired; the Qwens' stay as they were.
+            # GGUF stores llama's q and k with interleaved rows, but not the Qwens'.
             interleaved=family == "llama",
             scaling=kind,
             factor=float(self.fields.get(f"{family}.rope.scaling.factor", 1.0)),
@@ -294,7 +294,7 @@ class GGUFFile:
         )
 
     def facts(self) -> TokenizerFacts:
-        """What the metadata says of the tokenizer."""
+        """Return the tokenizer's settings from the metadata."""
         tokens = self.fields.get("tokenizer.ggml.tokens", [])
         bos = self.fields.get("tokenizer.ggml.bos_token_id")
         ends = [
@@ -311,7 +311,7 @@ class GGUFFile:
         )
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer the metadata describes; None where it describes none.
+        """Return the tokenizer described by the metadata, or None if there is no description.
 
         Raises:
             ConfigError: it is not byte-level BPE, or splits text in an unknown way.
@@ -321,8 +321,8 @@ class GGUFFile:
             return None
         if kind != "gpt2":
             raise ConfigError(
-                f"{self.path}: tokenizer {kind!r} is not supported in a GGUF file; byte-level "
-                f"BPE ('gpt2') is, and a Hugging Face folder with tokenizer.json"
+                f"{self.path}: tokenizer {kind!r} is not supported in a GGUF file; use byte-level "
+                f"BPE ('gpt2'), or a Hugging Face folder with tokenizer.json"
             )
         tokens = self._field("tokenizer.ggml.tokens")
         kinds = self.fields.get("tokenizer.ggml.token_type", [1] * len(tokens))

@@ -23,35 +23,35 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
-        ConfigError: it cannot be read, is no JSON object, or is over MAX_JSON_BYTES.
+        ConfigError: the file cannot be read, is not a JSON object, or is over MAX_JSON_BYTES.
     """
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_JSON_BYTES} bytes; it cannot be right")
+            raise ConfigError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+        raise ConfigError(f"cannot read {path} as JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise ConfigError(f"{path} is not a JSON object")
     return found
 
 
 class TokenizerFolder:
-    """What a model folder has besides weights; a folder with a tokenizer.json alone is enough."""
+    """A model folder without its weights. A tokenizer.json alone is enough."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.raw_config = self._optional("config.json")
 
     def facts(self) -> TokenizerFacts:
-        """What the folder says of special tokens and chat."""
+        """Return the folder's settings of special tokens and chat."""
         tokenizer_config = self._optional("tokenizer_config.json")
         generation = self._optional("generation_config.json")
         template = tokenizer_config.get("chat_template")
-        if isinstance(template, list):  # several named templates: [{"name":, "template":}]
+        if isinstance(template, list):  # Several named templates: [{"name":, "template":}].
             named = {item.get("name"): item.get("template") for item in template}
             template = named.get("default")
         separate = self.path / "chat_template.jinja"
@@ -62,7 +62,7 @@ class TokenizerFolder:
         return TokenizerFacts(
             bos_id=bos[0] if bos else None,
             eos_ids=tuple(dict.fromkeys(ends)),
-            # tokenizer.json's own post-processor adds what belongs around a prompt.
+            # The post-processor in tokenizer.json adds the tokens around a prompt.
             add_bos=False,
             chat_template=template,
             bos_token=_token_text(tokenizer_config.get("bos_token")),
@@ -70,7 +70,7 @@ class TokenizerFolder:
         )
 
     def tokenizer(self) -> Tokenizer | None:
-        """The folder's tokenizer; None where it has no tokenizer.json.
+        """Return the folder's tokenizer, or None without tokenizer.json.
 
         Raises:
             ConfigError: tokenizer.json cannot be read.
@@ -80,9 +80,9 @@ class TokenizerFolder:
             return None
         try:
             inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for a malformed file
-            raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
-        # A tokenizer.json may ask for truncation or padding; an engine wants the ids as they are.
+        except Exception as error:  # The library raises Exception itself for a malformed file.
+            raise ConfigError(f"cannot read {path} as a tokenizer: {error}") from error
+        # A tokenizer.json can enable truncation or padding. The engine needs the ids unchanged.
         inner.no_truncation()
         inner.no_padding()
         facts = self.facts()
@@ -101,12 +101,12 @@ class HFFolder(TokenizerFolder):
     """A model folder. Tensors are read one at a time from mapped files.
 
     Raises:
-        ConfigError: no config.json, no weights, or weights that cannot be read.
+        ConfigError: config.json or weights are missing, or weights cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
         if not (path / "config.json").is_file():
-            raise ConfigError(f"{path} has no config.json; a Hugging Face model folder has one")
+            raise ConfigError(f"{path} has no config.json; give a Hugging Face model folder")
         super().__init__(path)
         files = self._files()
         self._where: dict[str, Any] = {}
@@ -114,18 +114,18 @@ class HFFolder(TokenizerFolder):
             try:
                 opened: Any = safetensors.safe_open(str(file), framework="pt")
             except (OSError, safetensors.SafetensorError) as error:
-                raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
-            for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+                raise ConfigError(f"cannot read {file} as safetensors: {error}") from error
+            for name in opened.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 self._where[name] = opened
 
     def _files(self) -> list[Path]:
-        """The weight files: those the index names, else every *.safetensors of the folder."""
+        """Return the weight files: those in the index, or else all *.safetensors."""
         index = self.path / INDEX_FILE
         if not index.is_file():
             files = sorted(self.path.glob("*.safetensors"))
             if not files:
                 raise ConfigError(
-                    f"{self.path} has no weights; *.safetensors files would be right "
+                    f"{self.path} has no weights: *.safetensors files are required "
                     f"(pickled .bin weights are not read)"
                 )
             return files
@@ -133,33 +133,33 @@ class HFFolder(TokenizerFolder):
         files = [self.path / Path(str(name)).name for name in sorted(set(names))]
         for file in files:
             if not file.is_file():
-                raise ConfigError(f"{self.path} has no {file.name}, which {INDEX_FILE} names")
+                raise ConfigError(f"{self.path} has no {file.name}, which is in {INDEX_FILE}")
         return files
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """Names of the tensors the files hold."""
+        """Tensors in the files, by name."""
         return self._where
 
     def name_of(self, name: str) -> str:
         return name
 
     def read(self, name: str) -> tuple[npt.NDArray[np.uint8], torch.Tensor]:
-        """A tensor's bytes as they lie in the file, and the tensor in the dtype it is stored in.
+        """Return a tensor's bytes as in the file, and the tensor in its stored dtype.
 
         Raises:
-            ConfigError: it is quantised (no float32, bfloat16 or float16).
+            ConfigError: it is quantised (not float32, bfloat16 or float16).
         """
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         if tensor.dtype not in _FLOATS:
             raise ConfigError(
-                f"{self.path}: tensor {name!r} is {tensor.dtype}; float32, bfloat16 and float16 "
-                f"weights are supported, quantised ones as GGUF"
+                f"{self.path}: tensor {name!r} has dtype {tensor.dtype}; use float32, bfloat16 or "
+                f"float16 weights, or GGUF for quantised ones"
             )
         return tensor.contiguous().view(torch.uint8).numpy().reshape(-1), tensor
 
     def config(self) -> ModelConfig:
-        """The model's shape."""
+        """Return the model's shape."""
         return config_from_hf(
             self.raw_config,
             where=str(self.path),
@@ -170,14 +170,14 @@ class HFFolder(TokenizerFolder):
 
 
 def _ids(value: Any) -> list[int]:
-    """Token ids from JSON's null, number or list."""
+    """Return token ids from a JSON null, number or list."""
     if value is None:
         return []
     return [int(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _token_text(value: Any) -> str:
-    """Text of a token from JSON's null, string or {"content": ...}."""
+    """Return the text of a token from a JSON null, string or {"content": ...}."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""
@@ -191,25 +191,24 @@ def config_from_hf(
     tied: bool | None = None,
     qkv_bias: bool | None = None,
 ) -> ModelConfig:
-    """A model's shape from its Hugging Face config.
+    """Return a model's shape from its Hugging Face config.
 
-    tied, qkv_bias: what the weights show, where they are known; else what the config says.
+    tied, qkv_bias: as found in the weights. None: as in the config.
 
     Raises:
-        ConfigError: an unsupported architecture or option, or a missing entry.
+        ConfigError: an architecture or option is not supported, or an entry is missing.
     """
     family = str(raw.get("model_type", "missing"))
     if family not in FAMILIES:
         raise ConfigError(
-            f"{where}: architecture {family!r} is not supported; "
-            f"supported are {', '.join(FAMILIES)}"
+            f"{where}: architecture {family!r} is not supported; use one of {', '.join(FAMILIES)}"
         )
     if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported; 'silu' is")
+        raise ConfigError(f"{where}: hidden_act must be 'silu' (got {raw['hidden_act']!r})")
     if raw.get("quantization_config"):
-        raise ConfigError(f"{where}: quantised weights are not supported here; as GGUF they are")
+        raise ConfigError(f"{where}: quantised weights are not supported here; use GGUF for them")
     if raw.get("use_sliding_window"):
-        raise ConfigError(f"{where}: sliding-window attention is not supported; full attention is")
+        raise ConfigError(f"{where}: sliding-window attention is not supported")
     try:
         heads = int(raw["num_attention_heads"])
         hidden = int(raw["hidden_size"])
@@ -235,16 +234,16 @@ def config_from_hf(
             eos_ids=eos_ids or tuple(_ids(raw.get("eos_token_id"))),
         )
     except KeyError as error:
-        raise ConfigError(f"{where}: the entry {error.args[0]!r} is missing") from error
+        raise ConfigError(f"{where}: missing entry {error.args[0]!r}") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"{where}: an entry has a value that cannot be used: {error}") from error
+        raise ConfigError(f"{where}: an entry has an invalid value: {error}") from error
 
 
 def _rope(raw: dict[str, Any], where: str) -> RopeConfig:
-    """Rotary settings, in the older form (rope_theta, rope_scaling) or the newer
+    """Return rotary settings, from the older form (rope_theta, rope_scaling) or the newer one
     (rope_parameters)."""
     if float(raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError(f"{where}: partial rotary positions are not supported; whole ones are")
+        raise ConfigError(f"{where}: partial rotary positions are not supported")
     newer = raw.get("rope_parameters") or {}
     scaling = newer or raw.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))

@@ -1,24 +1,23 @@
-"""What the engine asks of whoever keeps KV for it. Five verbs, none of which blocks or raises, and
-one word from the engine, `computed`: how long its steps take.
+"""The engine's interface to its KV store. None of its operations blocks or raises.
 
-Called from the engine's loop thread only. `connectors/reference` implements them over a store or a
-client; `NoHooks` is the dull twin: an engine without kvstore.
+The engine's loop thread calls them. `connectors/reference` implements them over a store or a
+client. `NoHooks` is for an engine without kvstore.
 
-Life of a request, seen from here:
+Life of a request:
 
-1. On arrival and again whenever the scheduler considers the request: `match`. PENDING means "ask
-   again, start nobody on my account"; the engine keeps the request waiting and runs others. PENDING
-   with `compute` means "start it: its next blocks are sooner computed, and what follows them is on
-   its way"; the engine computes so many blocks at most, and asks again, before each further step of
-   this request. HIT means that `blocks` blocks from `first_block` on lie in L2 under lease, until
-   `load` or `abort`; with `more`, that it pays to ask again once they are loaded.
-2. The engine takes pages for them and calls `load`; the pages are the connector's until the
-   `Loaded` event. `Loaded.blocks` may be fewer than asked for: the engine computes the rest, each
-   layer after that layer of the load.
-3. As blocks fill, `save`. The pages must stay as they are until the `Saved` event with the same
-   `save_id`: the engine keeps a reference on each until then.
-4. `abort` when the request ends early (also between match and load). Each `load` and `save` still
-   reports exactly once, and only then may its pages be reused.
+1. The engine calls `match` on arrival, and whenever the scheduler considers the request. PENDING
+   means "ask again, do not start this request now": the engine keeps it waiting and runs others.
+   PENDING with `compute` means "start it". Its next blocks are faster to compute than to load, and
+   later ones are being loaded. The engine computes at most that many blocks, and asks again before
+   each further step of the request. HIT means that `blocks` blocks from `first_block` on are leased
+   in L2, until `load` or `abort`. With `more`, ask again after they are loaded.
+2. The engine allocates pages for the blocks and calls `load`. The connector owns the pages until
+   the `LoadDone` event. `LoadDone.blocks` can be smaller than requested: the engine computes the
+   rest, each layer after that layer of the load.
+3. The engine calls `save` as blocks become full. The pages must not change until the `SaveDone`
+   event with the same `save_id`. The engine keeps a reference on each page until then.
+4. The engine calls `abort` when the request ends, also between match and load. Each `load` and
+   `save` still reports exactly once. Only then can its pages be reused.
 """
 
 from __future__ import annotations
@@ -31,22 +30,23 @@ from kvstore.interface import MISS, HookMatch
 
 
 class LayerArrival(Protocol):
-    """One layer of a load that is on its way into its pages."""
+    """One layer of a load in progress."""
 
     def order(self) -> None:
-        """Have what this thread queues on its device from here on run after this layer is there.
+        """Make later work of this thread on its device run after this layer has arrived.
 
-        Does not wait where a device can: the layer's copy runs under the computing of earlier ones.
+        It does not block if the device can order work. The layer's copy then overlaps with the
+        computing of earlier layers.
         """
         ...
 
 
 @dataclass(slots=True)
-class Loaded:
-    """The first `blocks` blocks of a load lie in their pages.
+class LoadDone:
+    """The first `blocks` blocks of a load are in their pages.
 
-    layers: one for each layer of the model, where the copy is still running on the device: whoever
-    reads or writes these pages in layer i calls `layers[i].order()` first. Empty: it has ended.
+    layers: one for each layer of the model, if the copy is still running on the device. Before
+    reading or writing these pages in layer i, call `layers[i].order()`. Empty: the copy has ended.
     """
 
     request_id: str
@@ -55,24 +55,24 @@ class Loaded:
 
 
 @dataclass(slots=True)
-class Saved:
-    """The pages of this save are free to change. `blocks` were taken (the rest were held already,
-    or dropped)."""
+class SaveDone:
+    """The pages of this save can change again. blocks: the number of stored blocks. The others
+    were cached already, or dropped."""
 
     save_id: int
     blocks: int
 
 
-HookEvent = Loaded | Saved
+HookEvent = LoadDone | SaveDone
 
 
 class KVHooks(Protocol):
-    """The engine's side of the data path."""
+    """Operations of the store that the engine calls."""
 
     block_tokens: int
-    """Tokens of one block; a whole multiple of the engine's page."""
+    """Tokens per block; a multiple of the engine's page."""
     wants_times: bool
-    """Call `computed`. A device is waited for to know a step's time, so only who uses it asks."""
+    """Call `record_prefill`. Measuring a step waits for the device, so it is off by default."""
 
     def match(
         self,
@@ -82,54 +82,58 @@ class KVHooks(Protocol):
         *,
         can_start: bool,
     ) -> HookMatch:
-        """How many blocks from `first_block` on can be loaded for this request.
+        """Return how many blocks from `first_block` on can be loaded for this request.
 
-        hashes: the prompt's whole chain; only hashes[first_block:] is asked for.
-        can_start: the engine could start this request now (best_effort answers with what is there).
-        Past the connector's deadline, counted from the request's first match, never PENDING
-        without `compute`, and with it only up to blocks that are there.
-        A later call with another `first_block` (L1 changed meanwhile, or blocks were computed) goes
-        on or starts over within the same deadline.
+        hashes: the prompt's whole chain. Only hashes[first_block:] is looked up.
+        can_start: the engine could start this request now (best_effort then returns the cached
+        blocks).
+        After the connector's deadline, counted from the request's first match, the result is never
+        PENDING without `compute`. With `compute`, it then covers only blocks that are cached.
+        A later call with another `first_block` (L1 has changed, or blocks were computed) continues
+        or starts again within the same deadline.
         """
         ...
 
     def load(self, request_id: str, pages: Sequence[int], blocks: int) -> None:
         """Copy the first `blocks` blocks of the last HIT into pages.
 
-        pages: blocks * pages_per_block page ids in token order; -1: leave this page out (the
-        engine has it already).
+        pages: blocks * pages_per_block page ids in token order. -1: skip this page, because the
+        engine already has it.
         """
         ...
 
     def save(self, request_id: str, hashes: Sequence[bytes], pages: Sequence[int]) -> int:
-        """Offer full blocks. pages: pages_per_block ids for each hash. Returns the save_id."""
+        """Save full blocks. pages: pages_per_block ids for each hash. Returns the save_id."""
         ...
 
-    def computed(self, start: int, tokens: int, seconds: float) -> None:
-        """A step took so long for a request's `tokens` tokens behind `start` others: several, so
-        prefill. Together with whatever else ran in that step. Only with `wants_times`."""
+    def record_prefill(self, start: int, tokens: int, seconds: float) -> None:
+        """Record the duration of a step with prefill, with all other work in that step.
+
+        The step computed `tokens` tokens of a request after `start` others. Called only with
+        `wants_times`.
+        """
         ...
 
     def poll(self, timeout_s: float = 0.0) -> list[HookEvent]:
-        """What ended since the last poll; waits up to timeout_s for the first event or for a
-        pending match to move."""
+        """Return the events since the last poll. Waits up to timeout_s for the first event, or for
+        progress of a pending match."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """The request is over or given up: forget its match and its leases. Safe to call at any
-        time, for unknown ids too; every request ends with one."""
+        """Discard the request's match and leases. Safe at any time and for unknown ids. Every
+        request ends with this call."""
         ...
 
     def stats(self) -> dict[str, Any]: ...
 
     def close(self) -> None:
-        """Wait for running copies and hand back every lease."""
+        """Wait for running copies and release all leases."""
         ...
 
 
 @dataclass
 class NoHooks:
-    """An engine without kvstore: everything misses, saves end at once."""
+    """An engine without kvstore: all lookups miss, saves end at once."""
 
     block_tokens: int = 16
     wants_times: bool = False
@@ -146,10 +150,10 @@ class NoHooks:
 
     def save(self, request_id: str, hashes: Sequence[bytes], pages: Sequence[int]) -> int:
         self._next_id += 1
-        self._saved.append(Saved(self._next_id, 0))
+        self._saved.append(SaveDone(self._next_id, 0))
         return self._next_id
 
-    def computed(self, start: int, tokens: int, seconds: float) -> None:
+    def record_prefill(self, start: int, tokens: int, seconds: float) -> None:
         return None
 
     def poll(self, timeout_s: float = 0.0) -> list[HookEvent]:

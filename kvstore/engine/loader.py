@@ -1,8 +1,8 @@
-"""Makes models: from a Hugging Face folder, from a GGUF file, or random from a seed.
+"""Loads models: from a Hugging Face folder, from a GGUF file, or random from a seed.
 
-Weights are read one tensor at a time, digested as they are stored, converted, and moved to the
-device. The digest becomes the namespace's revision: different weights never share KV, equal weights
-do on every node, whatever their folder is called.
+Weights are read one tensor at a time, digested as stored, converted, and moved to the device. The
+digest becomes the revision of the namespace. So different weights never share KV, and equal weights
+share it on every node, whatever the name of their folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore.errors import ConfigError
 __all__ = ["LoadedModel", "default_device", "load_model", "load_tokenizer", "random_model"]
 
 DERIVED = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")
-"""Tensors that may be there unread: angles, which the config gives; a head that is tied."""
+"""Tensors that are not read: angles, which the config determines, and a tied head."""
 
 Get = Callable[[str], torch.Tensor]
 
@@ -40,8 +40,8 @@ Get = Callable[[str], torch.Tensor]
 class LoadedModel:
     """A model ready to run.
 
-    name: for humans and the API; namespace_fields: what of a Namespace the model fixes (everything
-    but block_tokens).
+    name: for people and the API. namespace_fields: the fields of a Namespace that the model
+    determines (all but block_tokens).
     """
 
     model: Transformer
@@ -51,12 +51,12 @@ class LoadedModel:
     namespace_fields: dict[str, Any] = field(default_factory=dict)
 
     def namespace(self, block_tokens: int) -> Namespace:
-        """The namespace of this model's blocks of `block_tokens` tokens, on one rank."""
+        """Return the namespace of this model's blocks of `block_tokens` tokens, on one rank."""
         return Namespace(**self.namespace_fields, block_tokens=block_tokens)
 
 
 class _Source(Protocol):
-    """A folder or file that holds weights under Hugging Face's names or its own."""
+    """A folder or file with weights, under Hugging Face's names or its own."""
 
     @property
     def tensors(self) -> Any: ...
@@ -65,7 +65,7 @@ class _Source(Protocol):
 
 
 def default_device() -> str:
-    """ "cuda" where there is one, else "cpu"."""
+    """Return "cuda" if available, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -77,20 +77,19 @@ def load_model(
 ) -> LoadedModel:
     """Load a Hugging Face model folder or a GGUF file.
 
-    dtype: "float32", "bfloat16" or "float16", for weights and KV alike; "auto": bfloat16 on CUDA,
-    float32 on CPU (where bfloat16 matrix products are the slower ones without AMX).
-    device: "cpu", "cuda", "cuda:1", ...; "auto": CUDA where there is one.
+    dtype: "float32", "bfloat16" or "float16", for weights and KV. "auto": bfloat16 on CUDA, float32
+    on CPU (where bfloat16 matrix products are slower without AMX).
+    device: "cpu", "cuda", "cuda:1", ... "auto": CUDA if available.
 
     Raises:
-        ConfigError: in one line: a path that is neither, a folder without weights, an unsupported
-            architecture or quantisation, a tensor missing, of the wrong shape, or without a place
-            in the model.
+        ConfigError: the path is neither, the folder has no weights, the architecture or
+            quantisation is not supported, or a tensor is missing, unknown, or of the wrong shape.
     """
     where = Path(path)
     torch_device, torch_dtype = _place(device, dtype)
     if not where.exists():
         raise ConfigError(
-            f"no model at {str(where)!r}; a Hugging Face model folder or a .gguf file is right"
+            f"no model at {str(where)!r}; give a Hugging Face model folder or a .gguf file"
         )
     source: GGUFFile | HFFolder
     try:
@@ -98,7 +97,7 @@ def load_model(
         config = source.config()
         tokenizer = source.tokenizer()
     except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {error}") from error
+        raise ConfigError(f"cannot read {where}: {error}") from error
     digest = xxhash.xxh3_128()
     model = _assemble(config, _reader(source, where, digest, torch_device, torch_dtype))
     _check_all_used(source, config, where)
@@ -109,22 +108,22 @@ def load_model(
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of a folder with a tokenizer.json, or of a GGUF file; no weights are read.
+    """Load the tokenizer of a folder with tokenizer.json, or of a GGUF file, without weights.
 
     Raises:
-        ConfigError: no such path, or no tokenizer in it that can be read.
+        ConfigError: the path does not exist, or has no valid tokenizer.
     """
     where = Path(path)
     if not where.exists():
         raise ConfigError(
-            f"no tokenizer at {str(where)!r}; a folder with tokenizer.json or a .gguf file is right"
+            f"no tokenizer at {str(where)!r}; give a folder with tokenizer.json or a .gguf file"
         )
     try:
         found = (TokenizerFolder(where) if where.is_dir() else GGUFFile(where)).tokenizer()
     except OSError as error:
-        raise ConfigError(f"{where} cannot be read: {error}") from error
+        raise ConfigError(f"cannot read {where}: {error}") from error
     if found is None:
-        raise ConfigError(f"{where} has no tokenizer; tokenizer.json or GGUF's own is right")
+        raise ConfigError(f"{where} has no tokenizer (tokenizer.json or GGUF metadata)")
     return found
 
 
@@ -146,16 +145,16 @@ def random_model(
     device: str = "auto",
     made_on_device: bool = False,
 ) -> LoadedModel:
-    """A model with random weights from a seed: the same on every machine of one torch version.
+    """Make a model with random weights from a seed, the same on every machine with one torch.
 
-    Weights keep activations near unit size, so that attention matters and the best token is seldom
-    a near tie. From BYTE_VOCAB tokens on it has a byte tokenizer.
+    Weights keep activations near unit size, so that attention matters and the best token rarely
+    ties. With at least BYTE_VOCAB tokens the model has a byte tokenizer.
 
-    made_on_device: draw the weights there, in seconds for a large model; they are others than those
-        drawn on the CPU, and named by seed and kind of device instead of by their digest.
+    made_on_device: draw the weights on the device, in seconds for a large model. They differ from
+        those drawn on the CPU. Their revision is from seed and kind of device, not from a digest.
 
     Raises:
-        ConfigError: an unsupported family, or sizes that do not fit together.
+        ConfigError: the family is not supported, or the sizes do not fit together.
     """
     torch_device, torch_dtype = _place(device, dtype)
     config = ModelConfig(
@@ -178,7 +177,7 @@ def random_model(
     source = torch_device if made_on_device else torch.device("cpu")
     generator = torch.Generator(source).manual_seed(seed)
     if made_on_device:
-        # A device draws other numbers than one of another kind.
+        # Devices of different kinds draw different numbers.
         kind = torch.cuda.get_device_name(source) if source.type == "cuda" else source.type
         digest.update(f"seed {seed} on {kind}, torch {torch.__version__}".encode())
     shapes = _shapes(config)
@@ -208,7 +207,7 @@ def _loaded(
     name: str,
     weights_digest: str,
 ) -> LoadedModel:
-    # The shape is digested too: rotary settings, for one, change KV and are not in the weights.
+    # The digest includes the shape: rotary settings, for one, affect KV but are not in the weights.
     fields = asdict(config)
     for unrelated in ("bos_id", "eos_ids", "max_positions"):
         del fields[unrelated]
@@ -221,7 +220,7 @@ def _loaded(
         tokenizer=tokenizer,
         name=name,
         namespace_fields={
-            # By shape and digest, not by name: a folder is called differently on every node.
+            # By shape and digest, not by name: the folder's name differs between nodes.
             "model": f"{config.family}-{config.layers}x{config.hidden}",
             "revision": revision,
             "dtype": dtype,
@@ -233,26 +232,26 @@ def _loaded(
 
 
 def _place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype that were asked for."""
+    """Return the requested device and dtype."""
     if device == "auto":
         device = default_device()
     try:
         torch_device = torch.device(device)
     except RuntimeError:
-        raise ConfigError(f"device {device!r} is not known; 'cpu' or 'cuda' is right") from None
+        raise ConfigError(f"unknown device {device!r}; use 'cpu' or 'cuda'") from None
     if torch_device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {device!r} is not supported; 'cpu' or 'cuda' is right")
+        raise ConfigError(f"device {device!r} is not supported; use 'cpu' or 'cuda'")
     if torch_device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} is not here: torch sees no CUDA; 'cpu' is right")
+        raise ConfigError(f"device {device!r} is not available: torch finds no CUDA; use 'cpu'")
     if dtype == "auto":
         dtype = "bfloat16" if torch_device.type == "cuda" else "float32"
     if dtype not in TORCH_DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not supported; one of {', '.join(TORCH_DTYPES)} is")
+        raise ConfigError(f"dtype {dtype!r} is not supported; use one of {', '.join(TORCH_DTYPES)}")
     return torch_device, TORCH_DTYPES[dtype]
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor this model has, by Hugging Face's names."""
+    """Return the shapes of all tensors of the model, by Hugging Face's names."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab, config.hidden)
     }
@@ -284,42 +283,40 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _reader(
     source: _Source, where: Path, digest: Any, device: torch.device, dtype: torch.dtype
 ) -> Get:
-    """A function that reads one tensor by Hugging Face's name, digesting its stored bytes."""
+    """Return a function that reads one tensor by Hugging Face's name and digests its bytes."""
 
     def get(name: str) -> torch.Tensor:
         stored = source.name_of(name)
         if stored not in source.tensors:
-            raise ConfigError(f"{where}: tensor {stored!r} is missing")
+            raise ConfigError(f"{where}: missing tensor {stored!r}")
         raw, tensor = source.read(stored)
         digest.update(name.encode())
         digest.update(raw.data)
-        # A copy also where nothing changes: matrix products round by their operands' alignment,
-        # and a tensor that lies in a mapped file is aligned by chance.
+        # Copy also without conversion: matrix products round by the alignment of their operands,
+        # and the alignment of a tensor in a mapped file is arbitrary.
         return tensor.to(device=device, dtype=dtype, copy=True)
 
     return get
 
 
 def _check_all_used(source: _Source, config: ModelConfig, where: Path) -> None:
-    """A tensor that the model has no place for means another model than the one that would run."""
+    """Raise ConfigError for an unknown tensor: the model would not be the intended one."""
     used = {source.name_of(name) for name in _shapes(config)}
     for name in source.tensors:
         if name not in used and not name.endswith(DERIVED):
-            raise ConfigError(
-                f"{where}: tensor {name!r} has no place in a {config.family} model as supported"
-            )
+            raise ConfigError(f"{where}: unexpected tensor {name!r} in a {config.family} model")
 
 
 def _assemble(config: ModelConfig, get: Get) -> Transformer:
-    """Read every tensor, check its shape, and stack those that read the same input."""
+    """Read all tensors, check their shapes, and stack those with the same input."""
     shapes = _shapes(config)
 
     def read(name: str) -> torch.Tensor:
         tensor = get(name)
         if tuple(tensor.shape) != shapes[name]:
             raise ConfigError(
-                f"tensor {name!r} has shape {tuple(tensor.shape)}; the config asks for "
-                f"{shapes[name]}"
+                f"tensor {name!r} must have shape {shapes[name]} by the config "
+                f"(got {tuple(tensor.shape)})"
             )
         return tensor
 

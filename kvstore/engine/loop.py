@@ -1,8 +1,9 @@
-"""The engine: continuous batching over one model, one page pool, one radix tree.
+"""The engine: continuous batching over one model, one page pool and one radix tree.
 
-One step: take in what the hooks report, let the scheduler choose, compute, publish full pages in
-the tree, offer full blocks to the hooks, choose tokens, hand out. Nothing here waits for a tier,
-except a step in which nobody can run until some copy ends: it waits for that, a moment at a time.
+Each step polls the hooks, lets the scheduler choose, and computes. Then it publishes full pages in
+the tree, saves full blocks with the hooks, samples tokens and returns outputs. The engine does not
+wait for a tier, with one exception: if no request can run until a copy ends, it waits for the copy
+a few milliseconds at a time.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from kvstore.engine.cache import PrefixCache
 from kvstore.engine.hooks import KVHooks, LayerArrival, NoHooks
 from kvstore.engine.request import (
     Job,
-    Limits,
     Output,
     QueueFull,
     Request,
+    RequestLimits,
     Times,
-    checked,
     sampling_params,
+    validate_request,
 )
 from kvstore.engine.sampling import Sampler, sample
 from kvstore.engine.scheduler import Scheduler, Slice
 from kvstore.engine.text import TextStream
-from kvstore.engine.transfers import Transfers
+from kvstore.engine.transfers import EngineTransfers
 from kvstore.errors import ConfigError
 
 IDLE_POLL_S = 0.005
-"""Longest wait for the hooks in a step in which nothing can run."""
+"""Maximum wait for the hooks in a step in which nothing can run."""
 MAX_IDLE_STEPS = 200_000
-"""Steps without work after which `run_until_idle` gives up: the hooks owe an event."""
+"""Steps without work after which `run_until_idle` fails: the hooks owe an event."""
 
 
 class StepRunner(Protocol):
-    """What the engine needs of a runner; `runner.Runner` is one."""
+    """The part of a runner that the engine uses. `runner.Runner` is one."""
 
     @property
     def loras(self) -> dict[str, Any]: ...
@@ -51,24 +52,24 @@ class StepRunner(Protocol):
     def step(self, rows: Sequence[StepRow]) -> Any: ...
 
     def expect(self, layers: Sequence[LayerArrival]) -> None:
-        """The next step computes layer i after layers[i]."""
+        """Make the next step compute layer i after layers[i]."""
         ...
 
 
 class Engine:
-    """Serves requests from one thread. `EngineThread` runs it beside a server.
+    """Serves requests from one thread. `EngineThread` runs it for a server.
 
-    loaded: a `loader.LoadedModel`; of it the engine uses config, tokenizer and model.
-    runner: None makes a `Runner` with num_pages pages; give one when the hooks need its pool.
-    hooks: None is an engine without kvstore.
-    hash_algo, hash_seed: see `hashing.BlockHasher`. A LoRA's blocks carry its name and the digest
-        of its weights.
-    max_batch_tokens: tokens computed per step at most, over all rows (chunked prefill).
-    max_running: requests running or loading at once. max_waiting: requests that wait at most.
-    max_context: prompt and output tokens; None is the model's own.
+    loaded: a `loader.LoadedModel`. The engine uses its config, tokenizer and model.
+    runner: None: make a `Runner` with num_pages pages. Pass one if the hooks need its pool.
+    hooks: None: an engine without kvstore.
+    hash_algo, hash_seed: see `hashing.BlockHasher`. Hashes with a LoRA adapter include its name and
+        the digest of its weights.
+    max_batch_tokens: maximum tokens per step, over all rows (chunked prefill).
+    max_running: maximum requests that run or load. max_waiting: maximum requests in the queue.
+    max_context: maximum prompt and output tokens. None: the model's limit.
 
     Raises:
-        ConfigError: sizes that do not fit together.
+        ConfigError: sizes do not fit together.
     """
 
     def __init__(
@@ -93,8 +94,8 @@ class Engine:
             hooks = NoHooks(page_tokens)
         if hooks.block_tokens < page_tokens or hooks.block_tokens % page_tokens:
             raise ConfigError(
-                f"block_tokens is {hooks.block_tokens}; it must be a multiple of page_tokens, "
-                f"which is {page_tokens}"
+                f"block_tokens must be a multiple of page_tokens ({page_tokens}) "
+                f"(got {hooks.block_tokens})"
             )
         if runner is None:
             from kvstore.engine.runner import Runner
@@ -102,20 +103,20 @@ class Engine:
             runner = Runner(loaded, num_pages, page_tokens)
         positions = loaded.config.max_positions
         if max_context is not None and not 2 <= max_context <= positions:
-            raise ConfigError(f"max_context is {max_context}; this model allows 2 to {positions}")
+            raise ConfigError(f"max_context must be 2 to {positions} (got {max_context})")
         self.loaded = loaded
         self.runner = runner
         self.hooks = hooks
         self.clock = clock
         self.max_waiting = max_waiting
-        self.limits = Limits(
+        self.limits = RequestLimits(
             max_context=max_context or positions,
             vocab=loaded.config.vocab,
             num_pages=num_pages,
             page_tokens=page_tokens,
         )
         self.cache = PrefixCache(num_pages, page_tokens, enabled=prefix_cache)
-        self.transfers = Transfers(hooks, self.cache)
+        self.transfers = EngineTransfers(hooks, self.cache)
         self.scheduler = Scheduler(
             self.cache,
             self.transfers,
@@ -133,36 +134,36 @@ class Engine:
         self._arrivals = itertools.count()
         self._names = itertools.count()
         self._outputs: list[Output] = []
-        self._untold: tuple[int, int, float] | None = None
+        self._unreported: tuple[int, int, float] | None = None
         self.counts = {"steps": 0, "computed_tokens": 0, "prompt_tokens": 0, "requests": 0}
         self.cached_tokens: dict[str, int] = {"l1": 0}
 
     # ---- in ----
 
     def check_request(self, request: Request) -> None:
-        """Refuse, from any thread, what can never be served.
+        """Reject a request that can never be served. Safe from any thread.
 
         Raises:
-            ConfigError: one line, naming the value and the limit.
+            ConfigError: names the value and the limit.
         """
-        checked(request, self._limits_now())
+        validate_request(request, self._limits_now())
 
     def add(self, request: Request) -> None:
-        """Take a request; it is first considered in the next step.
+        """Add a request. The next step considers it.
 
         Raises:
             ConfigError: it can never be served, or its id is in use.
-            QueueFull: `max_waiting` requests wait already.
+            QueueFull: `max_waiting` requests are waiting.
         """
-        prompt, max_tokens = checked(request, self._limits_now())
+        prompt, max_tokens = validate_request(request, self._limits_now())
         name = request.request_id
         if name in self._jobs or self.transfers.is_loading(name):
-            raise ConfigError(f"request id {name!r} is in use; every request needs its own")
+            raise ConfigError(f"request id {name!r} is in use; use a unique id")
         if len(self.scheduler.waiting) >= self.max_waiting:
-            raise QueueFull(f"{self.max_waiting} requests wait already; try again later")
+            raise QueueFull(f"{self.max_waiting} requests are waiting; try again later")
         tokenizer = self.loaded.tokenizer
         if request.stop and tokenizer is None:
-            raise ConfigError("stop strings need a tokenizer, and this model has none")
+            raise ConfigError("stop strings require a tokenizer, and this model has none")
         tokens = np.empty(len(prompt) + max_tokens, dtype=np.int32)
         tokens[: len(prompt)] = prompt
         hasher = self._new_hasher(request)
@@ -185,7 +186,7 @@ class Engine:
         self.scheduler.add(job)
 
     def abort(self, request_id: str) -> None:
-        """End a request early; its last output comes with the next step. Unknown ids are fine."""
+        """End a request early. The next step returns its last output. Ignores unknown ids."""
         job = self._jobs.get(request_id)
         if job is not None:
             self._outputs.append(self._retire(job, [], job.text.finish(), "abort"))
@@ -194,23 +195,23 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Something is still to do: a request, a copy, or an output not handed out."""
+        """Whether a request, a copy or an output is left."""
         return bool(self._jobs or self._outputs or self.transfers.busy)
 
     def step(self) -> list[Output]:
-        """Advance everything by one step; returns what was made for whom."""
-        self._take_in(0.0)
+        """Run one step and return the new outputs."""
+        self._poll_hooks(0.0)
         plan = self.scheduler.schedule()
         if plan:
             self._compute(plan)
         elif self.busy and not self._outputs:
-            self._take_in(IDLE_POLL_S)
+            self._poll_hooks(IDLE_POLL_S)
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _take_in(self, timeout_s: float) -> None:
+    def _poll_hooks(self, timeout_s: float) -> None:
         for load, blocks in self.transfers.poll(timeout_s):
-            self.scheduler.loaded(load, blocks)
+            self.scheduler.complete_load(load, blocks)
 
     def _compute(self, plan: list[Slice]) -> None:
         for layers in self.transfers.take_arriving():
@@ -218,7 +219,7 @@ class Engine:
         began_s = self.clock()
         logits = torch.as_tensor(self.runner.step([self._row(part) for part in plan]))
         if self.hooks.wants_times:
-            self._tell_time(plan, began_s, logits)
+            self._report_time(plan, began_s, logits)
         self.counts["steps"] += 1
         ready: list[int] = []
         for index, part in enumerate(plan):
@@ -226,7 +227,7 @@ class Engine:
             job.computed += part.tokens
             self.counts["computed_tokens"] += part.tokens
             self.cache.publish(job)
-            self.transfers.offer(job)
+            self.transfers.save_full_blocks(job)
             if job.computed == job.length:
                 ready.append(index)
         if ready:
@@ -236,25 +237,25 @@ class Engine:
             for job, token in zip(jobs, tokens, strict=True):
                 self._outputs.append(self._extend(job, token, now_s))
 
-    def _tell_time(self, plan: list[Slice], began_s: float, logits: torch.Tensor) -> None:
-        """Tell the hooks how long a step with prefill took.
+    def _report_time(self, plan: list[Slice], began_s: float, logits: torch.Tensor) -> None:
+        """Report the duration of a step with prefill to the hooks.
 
-        A device may still be computing it. It is waited for where the answer is needed at once: by
-        a job whose later blocks are on their way, or because tokens will be chosen from it. Steps
-        that nobody waits for are told together with the next one.
+        A device can still be computing the step. The engine waits for it if it needs the result at
+        once: a job has later blocks in progress, or tokens are sampled. The duration of other steps
+        is reported together with the next one.
         """
         longest = max(plan, key=lambda part: part.tokens)
-        start, tokens, since_s = self._untold or (longest.job.computed, 0, began_s)
+        start, tokens, since_s = self._unreported or (longest.job.computed, 0, began_s)
         tokens += longest.tokens
         job_ends = any(part.job.computed + part.tokens == part.job.length for part in plan)
         if logits.is_cuda and not job_ends and not any(part.job.ahead for part in plan):
-            self._untold = (start, tokens, since_s)
+            self._unreported = (start, tokens, since_s)
             return
         if logits.is_cuda:
             logits[0, 0].item()
-        self._untold = None
+        self._unreported = None
         if tokens > 1:
-            self.hooks.computed(start, tokens, self.clock() - since_s)
+            self.hooks.record_prefill(start, tokens, self.clock() - since_s)
 
     def _row(self, part: Slice) -> StepRow:
         job, end = part.job, part.job.computed + part.tokens
@@ -266,7 +267,7 @@ class Engine:
         )
 
     def _extend(self, job: Job, token: int, now_s: float) -> Output:
-        """One more token; ends the request when it was the last."""
+        """Append one token. Ends the request if the token was its last."""
         if not job.times.first_token_s:
             job.times.first_token_s = now_s
             self._count_prompt(job)
@@ -293,7 +294,7 @@ class Engine:
             self.cached_tokens[tier] = self.cached_tokens.get(tier, 0) + tokens
 
     def _retire(self, job: Job, tokens: list[int], text: str, reason: str) -> Output:
-        """The request is over: take it out and let the hooks forget it, once."""
+        """Remove a finished request and abort it with the hooks, once."""
         job.times.finished_s = self.clock()
         self.scheduler.remove(job)
         del self._jobs[job.id]
@@ -311,10 +312,10 @@ class Engine:
             times=replace(job.times),
         )
 
-    # ---- whole runs ----
+    # ---- complete runs ----
 
     def run_until_idle(self) -> list[Output]:
-        """Step until no request and no copy is left; all outputs, in order."""
+        """Step until no request and no copy is left. Returns all outputs in order."""
         outputs: list[Output] = []
         idle_steps = 0
         while self.busy:
@@ -331,7 +332,7 @@ class Engine:
         max_tokens: int | None = 16,
         **fields: Any,
     ) -> list[Output]:
-        """Run prompts (token ids) to their end, in one burst; one whole Output for each, in order.
+        """Generate for all prompts (token ids) in one batch. Returns one complete Output each.
 
         fields: further fields of `Request`, the same for all.
         """
@@ -342,25 +343,25 @@ class Engine:
             )
         return collect(self.run_until_idle(), names)
 
-    # ---- cache, books ----
+    # ---- cache and statistics ----
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached prefix on the device; False (nothing done) while requests run."""
+        """Clear the prefix cache on the device. Returns False, without effect, if requests run."""
         if self.scheduler.running or self.scheduler.loading:
             return False
         self.cache.tree.clear()
         return True
 
     def check(self) -> None:
-        """Assert that nothing leaked. The engine is idle: no request, no copy."""
-        assert not self.busy, "check() is for an idle engine"
+        """Assert that nothing leaked. The engine must be idle: no request, no copy."""
+        assert not self.busy, "check() needs an idle engine"
         scheduler = self.scheduler
         assert not (scheduler.waiting + scheduler.running + scheduler.loading)
         assert self.transfers.save_pages == 0
         self.cache.check_idle()
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges as plain numbers; exact when read from the loop thread."""
+        """Return counters and gauges as numbers, exact if read from the loop thread."""
         scheduler = self.scheduler
         return {
             **self.counts,
@@ -372,13 +373,13 @@ class Engine:
             "pages_total": self.limits.num_pages,
             "pages_free": self.cache.pool.free,
             "pages_evictable": self.cache.tree.evictable_pages,
-            "blocks_offered": self.transfers.blocks_offered,
-            "blocks_not_offered": self.transfers.blocks_not_offered,
+            "save_blocks": self.transfers.save_blocks,
+            "save_blocks_dropped": self.transfers.save_blocks_dropped,
             "hooks": self.hooks.stats(),
         }
 
     def close(self) -> None:
-        """Abort what is left, wait for running copies, hand back every lease."""
+        """Abort all requests, wait for running copies, release all leases."""
         for name in list(self._jobs):
             self.abort(name)
         self.hooks.close()
@@ -391,7 +392,7 @@ class Engine:
             f"{self.cache.pool.free}/{self.limits.num_pages} pages free)"
         )
 
-    def _limits_now(self) -> Limits:
+    def _limits_now(self) -> RequestLimits:
         return replace(self.limits, loras=frozenset(self.runner.loras))
 
     def _new_hasher(self, request: Request) -> BlockHasher:
@@ -401,7 +402,7 @@ class Engine:
 
 
 def collect(outputs: Sequence[Output], names: Sequence[str]) -> list[Output]:
-    """Join the outputs of whole requests: one for each name, with all its tokens and text."""
+    """Join the outputs of complete requests: one per name, with all its tokens and text."""
     whole: dict[str, Output] = {}
     for output in outputs:
         before = whole.get(output.request_id)
@@ -424,9 +425,9 @@ def _check_sizes(
     }
     for name, value in sizes.items():
         if value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
+            raise ConfigError(f"{name} must be at least 1 (got {value})")
     if max_batch_tokens < max_running:
         raise ConfigError(
-            f"max_batch_tokens is {max_batch_tokens}; it must be at least max_running, which is "
-            f"{max_running}, so that every running request gets a token each step"
+            f"max_batch_tokens must be at least max_running ({max_running}), so that every running "
+            f"request gets a token per step (got {max_batch_tokens})"
         )

@@ -1,8 +1,8 @@
 """The decoder of the Llama, Qwen2 and Qwen3 families, over a paged KV pool.
 
 One implementation serves all three: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
-Qwen2 adds biases to q, k and v; Qwen3 norms each head of q and k. Weights that read the same input
-are stacked (q, k, v; gate and up), so that a step makes four matrix products a layer.
+Qwen2 adds biases to q, k and v. Qwen3 normalizes each head of q and k. Weights with the same input
+are stacked (q, k, v; gate and up), so a step makes four matrix products per layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kvstore.engine.attention import AttentionPlan
-from kvstore.engine.lora import LoraSegment
+from kvstore.engine.lora import LoraSlice
 from kvstore.engine.model_config import ModelConfig
 from kvstore.engine.rope import RopeTable
 
@@ -23,7 +23,7 @@ __all__ = ["Layer", "ModelConfig", "Transformer"]
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one layer; matrices are [out, in]. None where the family has none."""
+    """Weights of one layer. Matrices are [out, in]. None: the family has no such weight."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -51,7 +51,7 @@ class Transformer:
         final_norm: torch.Tensor,
         lm_head: torch.Tensor | None = None,
     ) -> None:
-        """embedding: [vocab, hidden]; lm_head: the same shape, or None where tied."""
+        """embedding: [vocab, hidden]. lm_head: the same shape. None: tied to the embedding."""
         assert len(layers) == config.layers, (len(layers), config.layers)
         assert (lm_head is None) == config.tied_embeddings
         self.config = config
@@ -75,11 +75,11 @@ class Transformer:
         positions: torch.Tensor,
         pool: torch.Tensor,
         plan: AttentionPlan,
-        lora: Sequence[LoraSegment] = (),
+        lora: Sequence[LoraSlice] = (),
     ) -> torch.Tensor:
-        """Compute these tokens, write their K and V into the pool, return the rows' next logits.
+        """Compute these tokens, write their K and V into the pool, and return the next logits.
 
-        ids, positions: [tokens] int64, all rows' new tokens one after another.
+        ids, positions: [tokens] int64, the new tokens of all rows in sequence.
         pool: [layers, 2, num_pages, page_tokens, kv_heads, head_dim], written in place.
         Returns: [rows, vocab] float32, the logits of each row's last token.
         """
@@ -105,42 +105,42 @@ class Transformer:
         sin: torch.Tensor,
         layer_pool: torch.Tensor,
         plan: AttentionPlan,
-        lora: Sequence[LoraSegment],
+        lora: Sequence[LoraSlice],
     ) -> torch.Tensor:
-        """Attention of one layer: x [tokens, hidden] normed, returns [tokens, hidden]."""
+        """Compute attention of one layer: normalized x [tokens, hidden] to [tokens, hidden]."""
         config = self.config
         qkv = F.linear(x, layer.qkv, layer.qkv_bias)
-        for segment in lora:
-            segment.apply(index, "qkv", x, qkv)
+        for part in lora:
+            part.apply(index, "qkv", x, qkv)
         heads = qkv.view(len(x), -1, config.head_dim)
-        turning = heads[:, : config.heads + config.kv_heads]
+        rotary = heads[:, : config.heads + config.kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
             q = F.rms_norm(
-                turning[:, : config.heads], (config.head_dim,), layer.q_norm, config.norm_eps
+                rotary[:, : config.heads], (config.head_dim,), layer.q_norm, config.norm_eps
             )
             k = F.rms_norm(
-                turning[:, config.heads :], (config.head_dim,), layer.k_norm, config.norm_eps
+                rotary[:, config.heads :], (config.head_dim,), layer.k_norm, config.norm_eps
             )
-            turning = torch.cat((q, k), dim=1)
-        turned = self.rope.turn(turning, cos, sin)
-        q, k = turned[:, : config.heads], turned[:, config.heads :]
+            rotary = torch.cat((q, k), dim=1)
+        rotated = self.rope.rotate(rotary, cos, sin)
+        q, k = rotated[:, : config.heads], rotated[:, config.heads :]
         plan.write(layer_pool, k, heads[:, config.heads + config.kv_heads :])
         mixed = plan.attend(q, layer_pool)
         out = F.linear(mixed, layer.output, layer.output_bias)
-        for segment in lora:
-            segment.apply(index, "output", mixed, out)
+        for part in lora:
+            part.apply(index, "output", mixed, out)
         return out
 
     def _mlp(
-        self, index: int, layer: Layer, x: torch.Tensor, lora: Sequence[LoraSegment]
+        self, index: int, layer: Layer, x: torch.Tensor, lora: Sequence[LoraSlice]
     ) -> torch.Tensor:
         """SwiGLU (Shazeer 2020, arXiv 2002.05202): down(silu(gate(x)) * up(x))."""
         gate_up = F.linear(x, layer.gate_up, layer.gate_up_bias)
-        for segment in lora:
-            segment.apply(index, "gate_up", x, gate_up)
+        for part in lora:
+            part.apply(index, "gate_up", x, gate_up)
         gate, up = gate_up.tensor_split(2, dim=-1)
         inner = F.silu(gate).mul_(up)
         out = F.linear(inner, layer.down, layer.down_bias)
-        for segment in lora:
-            segment.apply(index, "down", inner, out)
+        for part in lora:
+            part.apply(index, "down", inner, out)
         return out

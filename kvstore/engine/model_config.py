@@ -1,4 +1,4 @@
-"""The shape of a model: what its config says, and which shapes its weights must have."""
+"""The shape of a model: its config, and the shapes its weights must have."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ STACKS = {
     "gate_up": ("mlp", ("gate_proj", "up_proj")),
     "down": ("mlp", ("down_proj",)),
 }
-"""Which of Hugging Face's matrices each stacked one of ours holds, in order."""
+"""Hugging Face's matrices in each stacked matrix of the engine, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a model; sizes in elements, lengths in tokens.
+    """The shape of a model. Sizes are in elements, lengths in tokens.
 
     Raises:
-        ConfigError: an unsupported family, or sizes that do not fit together.
+        ConfigError: the family is not supported, or the sizes do not fit together.
     """
 
     family: str = "llama"
@@ -54,22 +54,23 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise ConfigError(
-                f"architecture {self.family!r} is not supported; "
-                f"supported are {', '.join(FAMILIES)}"
+                f"architecture {self.family!r} is not supported; use one of {', '.join(FAMILIES)}"
             )
         for name in ("layers", "heads", "kv_heads", "hidden", "intermediate", "vocab"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"model {name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(f"model {name} must be at least 1 (got {getattr(self, name)})")
         if self.heads % self.kv_heads:
             raise ConfigError(
-                f"{self.heads} heads do not divide into {self.kv_heads} KV heads; "
-                f"heads must be a multiple of kv_heads"
+                f"heads must be a multiple of kv_heads ({self.kv_heads}) (got {self.heads})"
             )
         if self.head_dim < 2 or self.head_dim % 2:
-            raise ConfigError(f"head_dim is {self.head_dim}; rotary positions need an even one")
+            raise ConfigError(f"head_dim must be even for rotary positions (got {self.head_dim})")
         pairs = len(self.rope.divisors)
         if pairs not in (0, self.head_dim // 2):
-            raise ConfigError(f"{pairs} rope divisors do not fit head_dim {self.head_dim}")
+            raise ConfigError(
+                f"rope divisors must be {self.head_dim // 2} for head_dim {self.head_dim} "
+                f"(got {pairs})"
+            )
 
     @property
     def q_width(self) -> int:
@@ -80,7 +81,7 @@ class ModelConfig:
         return self.kv_heads * self.head_dim
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the seven matrices of a layer, by Hugging Face's short names."""
+        """Return (out, in) of the seven matrices of a layer, by Hugging Face's short names."""
         return {
             "q_proj": (self.q_width, self.hidden),
             "k_proj": (self.kv_width, self.hidden),

@@ -1,20 +1,20 @@
-"""The engine's prefix cache: a radix tree over token ids whose nodes hold pages of KV.
+"""The engine's prefix cache: a radix tree over token ids whose nodes have pages of KV.
 
-Who calls: the scheduler, on the engine's loop thread. One tree per pool; one root per
-(LoRA name, cache salt), so that prompts of different roots never meet.
+The scheduler calls it on the engine's loop thread. There is one tree per pool, and one root per
+(LoRA name, cache salt), so prompts of different roots share nothing.
 
-Whole pages only: a prompt matches up to its last page that is wholly equal, and nodes are split
-at page boundaries. A node's KV is on the device (it has pages), or some lower tier is believed to
-hold it (stored), or both. Of every node on the device all ancestors are on the device; of every
-stored token all tokens before it are stored. A node that loses its pages stays in the tree as
-*stored-only* while a lower tier is believed to hold it.
+Only whole pages match: a prompt matches up to its last page that is completely equal, and nodes are
+split at page boundaries. A node's KV is on the device (the node has pages), or a lower tier is
+believed to have it (stored), or both. All ancestors of a node on the device are on the device. All
+tokens before a stored token are stored. A node that loses its pages stays in the tree as
+*stored-only* while a lower tier is believed to have it.
 
-Recency has no clock and no heap: the order is a list (`radix_recency`). Whatever touches a path
-(match, insert, unlock) moves its nodes to the young end, deepest first, so a parent is always
-younger than its children; the old end is therefore always a leaf, and the least recent one.
+Recency needs no clock and no heap: the order is a list (`radix_recency`). An operation that touches
+a path (match, insert, unlock) moves its nodes to the young end, deepest first. So a parent is
+always younger than its children, and the oldest node is always a leaf, the least recent one.
 
-A node handed out by `match` or `insert` is good until the next call that changes the tree: lock
-it first. A locked node stays, keeps its pages, and goes on meaning the same tokens through splits.
+A node returned by `match` or `insert` is valid until the next call that changes the tree, so lock
+it first. A locked node stays, keeps its pages, and keeps its tokens when other nodes are split.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from kvstore.engine.radix_result import (
 __all__ = ["MAX_STORED_TOKENS", "NO_ROOT", "Insert", "RadixCache", "RadixMatch", "RootName"]
 
 MAX_STORED_TOKENS = 16 * 1024 * 1024
-"""Default bound on stored-only tokens. They take 4 bytes each, and about 500 a node."""
+"""Default limit of stored-only tokens. They take 4 bytes each, and about 500 bytes per node."""
 
 ROUND_PAGES = 16 * 1024
-"""Eviction gives pages back so many at a time, which keeps its arrays in the processor's cache."""
+"""Pages that eviction frees at a time, so that its arrays stay in the processor's cache."""
 
 
 class RadixCache:
     """A radix tree over the pages of `pool`, `page_tokens` tokens each. Used from one thread.
 
-    max_stored_tokens: bound on the tokens of stored-only nodes; past it the least recent go.
+    max_stored_tokens: limit of the tokens in stored-only nodes. Beyond it, the least recent go.
     """
 
     def __init__(
@@ -65,35 +65,35 @@ class RadixCache:
         self.max_stored_tokens = max_stored_tokens
         self._key_bytes = page_tokens * TOKEN_BYTES
         self._roots: dict[RootName, Root] = {}
-        # Every unlocked node on the device is in the first; a locked one may be.
+        # Contains every unlocked node on the device, and some locked ones.
         self._device_order = Recency()
         self._stored_order = Recency()
         self._device_pages = 0
         self._locked_pages = 0
         self._stored_only_bytes = 0
 
-    # ---- what is there ----
+    # ---- queries ----
 
     @property
     def device_pages(self) -> int:
-        """Pages the tree holds a reference on."""
+        """Pages on which the tree has a reference."""
         return self._device_pages
 
     @property
     def evictable_pages(self) -> int:
-        """Pages of unlocked nodes, all of which `evict` can let go of. Exact.
+        """Pages of unlocked nodes, which `evict` can release. Exact.
 
-        A page that somebody else holds too comes free only when they drop it.
+        A page with other references becomes free only when those are dropped.
         """
         return self._device_pages - self._locked_pages
 
     @property
     def stored_only_tokens(self) -> int:
-        """Tokens of nodes without pages; never more than `max_stored_tokens` after a call."""
+        """Tokens of nodes without pages, at most `max_stored_tokens` after a call."""
         return self._stored_only_bytes // TOKEN_BYTES
 
     def match(self, tokens: TokenIds, root: RootName = NO_ROOT) -> RadixMatch:
-        """The longest leading run of whole pages of `tokens` (int32, one dimension) in the tree.
+        """Return the longest prefix of `tokens` (int32, one dimension) in the tree, in whole pages.
 
         Splits the node on the device in which the match ends. Touches the path.
         """
@@ -124,16 +124,16 @@ class RadixCache:
         parts = [node.pages for node in path]
         return RadixMatch(path[-1] if path else top, tokens_here, parts, stored_tokens)
 
-    # ---- what comes in ----
+    # ---- insert ----
 
     def insert(self, tokens: TokenIds, pages: PageIds, root: RootName = NO_ROOT) -> Insert:
-        """Put `tokens` (a multiple of the page) in the tree, their KV lying in `pages`, in order.
+        """Insert `tokens` (a multiple of the page) with their KV in `pages`, in order.
 
-        The tree takes a reference on each page it adopts, and none where it has its own page for
-        these tokens already. A stored-only node gets the pages. Touches the path.
+        The tree takes a reference on each page it takes over, but not where it already has a page
+        for the tokens. A stored-only node gets the pages. Touches the path.
         """
         data, ids, key_bytes = raw_ids(tokens), raw_ids(pages), self._key_bytes
-        assert len(data) % key_bytes == 0, f"{len(tokens)} tokens are not whole pages"
+        assert len(data) % key_bytes == 0, f"{len(tokens)} tokens with a partial page"
         assert len(ids) * self.page_tokens == len(data), f"{len(pages)} pages, {len(tokens)} tokens"
         top = self._roots.get(root) or Root(root)
         if not data:
@@ -153,29 +153,29 @@ class RadixCache:
                     child = self._split(child, common)
             end = at + len(child.edge)
             if child.pages is None:
-                self._adopt(child, ids[self._page_bytes(at) : self._page_bytes(end)])
+                self._set_pages(child, ids[self._page_bytes(at) : self._page_bytes(end)])
             else:
                 matched = end
             path.append(child)
             node, at = child, end
-        self.pool.hold(ids_of(ids[self._page_bytes(matched) :]))
+        self.pool.add_ref(ids_of(ids[self._page_bytes(matched) :]))
         self._touch(path)
         return Insert(node, matched // TOKEN_BYTES)
 
     def mark_stored(self, tokens: TokenIds, root: RootName, tokens_stored: int) -> None:
-        """A lower tier now holds the whole pages of `tokens[:tokens_stored]`.
+        """Record that a lower tier has the whole pages of `tokens[:tokens_stored]`.
 
-        Marks what of them is in the tree, adds nothing, touches nothing.
+        Marks those in the tree. Adds and touches nothing.
         """
         whole = tokens_stored // self.page_tokens * self._key_bytes
         for node, _start, common in self._walk(raw_ids(tokens)[:whole], root):
             node.stored_bytes = max(node.stored_bytes, common)
 
     def forget_stored(self, tokens: TokenIds, root: RootName, from_token: int) -> None:
-        """The lower tiers lost the page of `tokens` that holds token `from_token`.
+        """Record that the lower tiers lost the page with token `from_token` of `tokens`.
 
-        Neither it nor anything that continues it counts as stored any more; stored-only nodes
-        there leave the tree. Says nothing where `tokens` do not reach, or are not in the tree.
+        It and all its continuations no longer count as stored. Their stored-only nodes are removed.
+        No effect if the token is beyond `tokens`, or if `tokens` are not in the tree.
         """
         cut = from_token // self.page_tokens * self._key_bytes
         for node, start, common in self._walk(raw_ids(tokens), root):
@@ -183,10 +183,10 @@ class RadixCache:
                 self._forget(node, cut - start)
                 return
 
-    # ---- who needs it ----
+    # ---- locks ----
 
     def lock(self, node: Node) -> None:
-        """Keep this node and its ancestors on the device until `unlock`. Counts.
+        """Keep this node and its ancestors on the device until `unlock`. Locks are counted.
 
         A node counts its own locks and its locked children, so a lock stops at the first ancestor
         that is locked already.
@@ -199,10 +199,10 @@ class RadixCache:
             node.locks += 1
 
     def unlock(self, node: Node) -> None:
-        """Undo one `lock`. Nodes that nobody locks now are the most recent.
+        """Undo one `lock`. Nodes that become unlocked are the most recent.
 
-        Of these, each that has become the only child of its parent is merged with it: a prompt
-        that was inserted piece by piece is one node again.
+        Each of them that is the only child of its parent is merged with it. So a prompt that was
+        inserted in parts becomes one node again.
         """
         order = self._device_order
         unlocked: list[Node] = []
@@ -213,7 +213,7 @@ class RadixCache:
             if above.locks or above.parent is None:
                 break
             self._locked_pages -= len(above.pages or b"") // PAGE_ID_BYTES
-            if above.older is None:  # eviction met it while it was locked
+            if above.older is None:  # Eviction removed it from the list while it was locked.
                 order.add(above)
             unlocked.append(above)
             above = above.parent
@@ -221,33 +221,27 @@ class RadixCache:
             order.touch(unlocked[::-1])
             self._merge(unlocked)
 
-    # ---- what goes out ----
+    # ---- eviction ----
 
     def evict(self, pages: int) -> int:
-        """Let go of least recent unlocked leaves, from their ends, until `pages` became free.
+        """Release least recent unlocked leaves, from their ends, until `pages` pages are free.
 
-        Returns how many did: fewer only when no unlocked node is left on the device. Pages that
-        somebody else holds are let go of and not counted.
+        Returns the number of freed pages, smaller only if no unlocked node is left on the device.
+        Pages with other references are released but not counted.
         """
         freed = 0
         while freed < pages and (gone := self._detach(min(pages - freed, ROUND_PAGES))):
-            freed += self.pool.drop(ids_of(b"".join(gone)))
+            freed += self.pool.drop_ref(ids_of(b"".join(gone)))
         self._bound_stored()
         return freed
 
     def clear(self) -> None:
-        """Forget everything that is not locked, and that anything is stored."""
+        """Remove everything that is not locked, and all stored marks."""
         for top in list(self._roots.values()):
             for child in list(top.children.values()):
                 self._forget(child, 0)
         while gone := self._detach(ROUND_PAGES):
-            self.pool.drop(ids_of(b"".join(gone)))
-
-    def check(self) -> None:
-        """Assert every invariant, looking at the whole tree. For tests."""
-        from kvstore.engine.radix_check import check
-
-        check(self)
+            self.pool.drop_ref(ids_of(b"".join(gone)))
 
     def __repr__(self) -> str:
         return (
@@ -255,14 +249,14 @@ class RadixCache:
             f"{self.stored_only_tokens}/{self.max_stored_tokens} tokens stored only)"
         )
 
-    # ---- inside ----
+    # ---- internal ----
 
     def _page_bytes(self, edge_bytes: int) -> int:
-        """Where in raw page ids the page begins that begins here in raw token ids."""
+        """Return the offset in raw page ids for an offset in raw token ids."""
         return edge_bytes // self._key_bytes * PAGE_ID_BYTES
 
     def _walk(self, data: bytes, root: RootName) -> Iterator[tuple[Node, int, int]]:
-        """Nodes along `data`: (node, where its edge starts, bytes of it matched; never zero)."""
+        """Yield the nodes along `data`: (node, start of its edge, matched bytes; never zero)."""
         node: Node | None = self._roots.get(root)
         at = 0
         while node is not None:
@@ -278,7 +272,7 @@ class RadixCache:
     def _touch(self, path: list[Node]) -> None:
         """Make these nodes, given from the top, the most recent, and parents more than children.
 
-        A locked one moves when it is unlocked.
+        A locked node moves when it is unlocked.
         """
         locked = 0
         if path and path[-1].pages is None:
@@ -290,10 +284,10 @@ class RadixCache:
         self._device_order.touch(path[locked:] if locked else path)
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut `node`'s edge after `at` bytes and return the new upper part.
+        """Split `node`'s edge after `at` bytes and return the new upper part.
 
-        The lower part stays the same object, so that locks on it still cover the same tokens. The
-        caller touches the upper part, which is younger than its list says.
+        The lower part stays the same object, so locks on it still cover the same tokens. The caller
+        must touch the upper part, which is younger than its place in the list.
         """
         upper = node.split(at, self._key_bytes)
         if upper.pages is None:
@@ -302,8 +296,8 @@ class RadixCache:
             self._device_order.add(upper)
         return upper
 
-    def _adopt(self, node: Node, ids: bytes) -> None:
-        """Give pages to a node that has none: one new here, or stored-only until now."""
+    def _set_pages(self, node: Node, ids: bytes) -> None:
+        """Give pages to a node without pages: a new one, or a stored-only one."""
         if node.stored_bytes:
             self._stored_order.remove(node)
             self._stored_only_bytes -= len(node.edge)
@@ -312,7 +306,7 @@ class RadixCache:
         self._device_pages += len(ids) // PAGE_ID_BYTES
 
     def _merge(self, unlocked: list[Node]) -> None:
-        """Join neighbours of `unlocked`, a path from below, where the upper has no other child."""
+        """Merge nodes of `unlocked`, a path from below, with parents that have no other child."""
         first = 0
         for end in range(1, len(unlocked) + 1):
             if end < len(unlocked) and len(unlocked[end].children) == 1:
@@ -324,14 +318,14 @@ class RadixCache:
             first = end
 
     def _detach(self, pages: int) -> list[bytes]:
-        """Take up to `pages` pages from the least recent unlocked leaves; their raw ids."""
+        """Detach up to `pages` pages from the least recent unlocked leaves. Returns raw ids."""
         order = self._device_order
         gone: list[bytes] = []
         while pages > 0 and (node := order.oldest()) is not None:
             if node.locks:
-                order.remove(node)  # unlock puts it back
+                order.remove(node)  # `unlock` adds it again.
                 continue
-            assert node.pages is not None, "a node without pages among those on the device"
+            assert node.pages is not None, "a node without pages in the device order"
             take = min(pages, len(node.pages) // PAGE_ID_BYTES)
             pages -= take
             self._device_pages -= take
@@ -350,7 +344,7 @@ class RadixCache:
         return gone
 
     def _shorten(self, node: Node, pages: int) -> None:
-        """Take the last `pages` pages from a leaf; what is stored of them stays below it."""
+        """Remove the last `pages` pages of a leaf. Their stored part stays below it."""
         assert node.pages is not None
         keep = len(node.edge) - pages * self._key_bytes
         if node.stored_bytes > keep:
@@ -364,7 +358,7 @@ class RadixCache:
         node.pages = node.pages[: -pages * PAGE_ID_BYTES]
 
     def _remove(self, node: Node) -> None:
-        """Take a node without children out of the tree, and its root if it was the last."""
+        """Remove a node without children, and its root if this was the last child."""
         top = node.parent
         assert top is not None
         assert not node.locks, "a locked node is removed"
@@ -374,7 +368,7 @@ class RadixCache:
             self._roots.pop(top.name, None)
 
     def _forget(self, node: Node, keep: int) -> None:
-        """Nothing of `node`'s edge after `keep` bytes, and nothing below it, is stored now."""
+        """Unmark as stored: `node`'s edge after `keep` bytes, and all nodes below it."""
         if node.stored_bytes <= keep:
             return
         doomed = [node]
@@ -385,7 +379,7 @@ class RadixCache:
         self._unstore(node, keep)
 
     def _unstore(self, node: Node, keep: int) -> None:
-        """Of this one node only `keep` bytes stay stored; without pages that is all of it."""
+        """Keep only `keep` bytes of one node stored. Without pages, shorten the node to that."""
         if node.pages is None:
             self._stored_only_bytes -= len(node.edge) - keep
             if not keep:
@@ -396,7 +390,7 @@ class RadixCache:
         node.stored_bytes = keep
 
     def _bound_stored(self) -> None:
-        """Drop the least recent stored-only tokens, whole pages from the ends of leaves."""
+        """Remove the least recent stored-only tokens, whole pages from the ends of leaves."""
         page_bytes = self._key_bytes
         while (over := self._stored_only_bytes - self.max_stored_tokens * TOKEN_BYTES) > 0:
             node = self._stored_order.oldest()

@@ -1,19 +1,15 @@
-"""What must be true of a radix tree between two calls, checked by looking at all of it."""
+"""Checks the invariants of a radix tree by walking all of it. For tests and idle engines."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from kvstore.engine.radix import RadixCache
 from kvstore.engine.radix_node import PAGE_ID_BYTES, TOKEN_BYTES, Node, Root
 
-if TYPE_CHECKING:
-    from kvstore.engine.radix import RadixCache
 
-
-def check(cache: RadixCache) -> None:
-    """Raises AssertionError where an invariant does not hold. Time grows with the tree."""
+def check_tree(cache: RadixCache) -> None:
+    """Raise AssertionError if an invariant is violated. Takes time in proportion to the tree."""
     nodes = _nodes(cache)
     on_device = [node for node in nodes if node.pages is not None]
     stored_only = [node for node in nodes if node.pages is None]
@@ -25,14 +21,14 @@ def check(cache: RadixCache) -> None:
 
 
 def _nodes(cache: RadixCache) -> list[Node]:
-    """All nodes but the roots, parents first; the roots are checked here."""
+    """Return all nodes but the roots, parents first. Checks the roots."""
     nodes: list[Node] = []
     for name, top in cache._roots.items():
-        assert top.name == name, "a root under another name"
+        assert top.name == name, "a root under the wrong name"
         assert (top.parent, top.edge, top.pages) == (None, b"", b""), "a root with an edge"
-        assert top.children, "a root without children is kept"
+        assert top.children, "a root without children"
         nodes.extend(top.children.values())
-        assert all(child.parent is top for child in top.children.values()), "a child astray"
+        assert all(child.parent is top for child in top.children.values()), "a wrong parent"
     for node in nodes:
         nodes.extend(node.children.values())
     return nodes
@@ -42,21 +38,21 @@ def _check_node(node: Node, key_bytes: int) -> None:
     parent = node.parent
     assert parent is not None, "a node without a parent"
     assert node.edge, "an empty edge"
-    assert len(node.edge) % key_bytes == 0, "an edge that is not whole pages"
-    assert parent.children.get(node.edge[:key_bytes]) is node, "a child under another key"
-    assert all(child.parent is node for child in node.children.values()), "a child astray"
+    assert len(node.edge) % key_bytes == 0, "an edge with a partial page"
+    assert parent.children.get(node.edge[:key_bytes]) is node, "a child under the wrong key"
+    assert all(child.parent is node for child in node.children.values()), "a wrong parent"
     locked_children = sum(child.locks > 0 for child in node.children.values())
     assert node.locks >= locked_children, "a locked child that its parent does not count"
-    assert node.stored_bytes % key_bytes == 0, "a stored length that is not whole pages"
+    assert node.stored_bytes % key_bytes == 0, "a stored length with a partial page"
     assert 0 <= node.stored_bytes <= len(node.edge), "a stored length past the edge"
     if node.pages is None:
         assert node.locks == 0, "a locked node without pages"
-        assert node.stored_bytes == len(node.edge), "a node that is neither here nor stored"
+        assert node.stored_bytes == len(node.edge), "a node neither on the device nor stored"
     else:
-        assert len(node.pages) // PAGE_ID_BYTES == len(node.edge) // key_bytes, "pages and tokens"
+        assert len(node.pages) // PAGE_ID_BYTES == len(node.edge) // key_bytes, "wrong page count"
         assert parent.pages is not None, "a node on the device below one that is not"
     if node.stored_bytes and not isinstance(parent, Root):
-        assert parent.stored_bytes == len(parent.edge), "stored below what is not stored"
+        assert parent.stored_bytes == len(parent.edge), "a stored node below one that is not"
 
 
 def _check_sums(cache: RadixCache, on_device: list[Node], stored_only: list[Node]) -> None:
@@ -64,21 +60,21 @@ def _check_sums(cache: RadixCache, on_device: list[Node], stored_only: list[Node
     locked = sum(len(node.pages or b"") // PAGE_ID_BYTES for node in on_device if node.locks)
     assert len(np.unique(ids)) == len(ids), "a page in two places"
     assert all(cache.pool.count(int(page)) > 0 for page in ids), "a free page in the tree"
-    assert cache._device_pages == len(ids), "the count of pages is off"
-    assert cache._locked_pages == locked, "the count of locked pages is off"
+    assert cache._device_pages == len(ids), "wrong count of pages"
+    assert cache._locked_pages == locked, "wrong count of locked pages"
     tokens = sum(node.tokens for node in stored_only)
-    assert cache.stored_only_tokens == tokens, "the count of stored-only tokens is off"
-    assert tokens <= cache.max_stored_tokens, "more stored-only tokens than the bound"
+    assert cache.stored_only_tokens == tokens, "wrong count of stored-only tokens"
+    assert tokens <= cache.max_stored_tokens, "too many stored-only tokens"
     cache.pool.check()
 
 
 def _check_order(order: list[Node], least: list[Node], most: list[Node]) -> None:
-    """`order` has every node of `least`, only nodes of `most`, and unlocked parents after
+    """Check that `order` has all of `least`, only nodes of `most`, and unlocked parents after
     their children."""
     place = {node: index for index, node in enumerate(order)}
     assert len(place) == len(order)
     assert place.keys() <= set(most), "a node in the wrong order"
-    assert place.keys() >= set(least), "a node in no order"
+    assert place.keys() >= set(least), "a node missing in its order"
     for node in least:
         parent = node.parent
         if parent in place and parent is not None and not parent.locks:

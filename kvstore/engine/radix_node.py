@@ -1,8 +1,8 @@
-"""One edge of the radix tree, and what can be said of it without the rest of the tree.
+"""One edge of the radix tree, with the operations that need no other part of the tree.
 
-Token ids and page ids are kept as the raw bytes of int32 arrays: comparing an edge with a prompt
-is one memcmp (`bytes.startswith` at an offset, no copy), a child is found by one dict lookup of
-its first page's bytes, and a token costs 4 bytes, a page 4 more.
+Token ids and page ids are stored as raw bytes of int32 arrays. Comparing an edge with a prompt is
+one memcmp (`bytes.startswith` at an offset, no copy). A child is found by one dict lookup of the
+bytes of its first page. A token takes 4 bytes, a page 4 more.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ PAGE_ID_BYTES = 4
 NO_PAGES = b""
 
 
-class Link:
-    """A place in a recency list (`radix_recency`): what is older and what is younger by one."""
+class LRULink:
+    """A position in a recency list (`radix_recency`): its older and its younger neighbour."""
 
     __slots__ = ("older", "younger")
 
-    older: Link | None
-    younger: Link | None
+    older: LRULink | None
+    younger: LRULink | None
 
 
-class Node(Link):
-    """A run of whole pages below `parent`. A root has no parent and an empty edge.
+class Node(LRULink):
+    """A sequence of whole pages below `parent`. A root has no parent and an empty edge.
 
-    edge: token ids, int32 as bytes; never empty but in a root.
-    pages: page ids of the edge, int32 as bytes, one a page; None when the KV is not on the device
-        (the node is then stored-only: some lower tier is believed to hold all of its edge).
-    children: by the bytes of their first page's tokens. Two may share a token prefix that is
-        shorter than a page.
-    locks: own locks plus the number of children with any: locked if and only if above zero.
-    stored_bytes: how much of the edge, in bytes of it, a lower tier is believed to hold.
+    edge: token ids, int32 as bytes. Empty only in a root.
+    pages: page ids of the edge, int32 as bytes, one per page. None: the KV is not on the device.
+        The node is then stored-only: a lower tier is believed to have its whole edge.
+    children: by the bytes of the tokens of their first page. Two children can share a token prefix
+        that is shorter than a page.
+    locks: its own locks plus the number of locked children. Locked if above zero.
+    stored_bytes: bytes of the edge that a lower tier is believed to have.
     """
 
     __slots__ = ("children", "edge", "locks", "pages", "parent", "stored_bytes")
@@ -55,9 +55,9 @@ class Node(Link):
         return len(self.edge) // TOKEN_BYTES
 
     def split(self, at: int, key_bytes: int) -> Node:
-        """Cut the edge after `at` bytes; returns the new upper part, this node being the lower.
+        """Split the edge after `at` bytes. Returns the new upper part; this node is the lower.
 
-        The upper part is as locked as the lower: it counts it as one locked child.
+        If the lower part is locked, the upper part counts it as one locked child.
         """
         assert self.parent is not None
         assert 0 < at < len(self.edge), f"a split at {at} of {len(self.edge)} bytes"
@@ -74,7 +74,7 @@ class Node(Link):
         return upper
 
     def absorb(self, uppers: list[Node], key_bytes: int) -> None:
-        """Take over the edges and pages of ancestors, nearest first, that have no other child."""
+        """Take over edges and pages of ancestors without other children, nearest first."""
         whole = [*reversed(uppers), self]
         top = uppers[-1].parent
         assert top is not None
@@ -88,10 +88,10 @@ class Node(Link):
             gone.children = {}
 
     def push_down(self, keep: int, key_bytes: int) -> Node:
-        """Hand what is stored past `keep` bytes of the edge to a stored-only node; returns that.
+        """Move the stored part after `keep` bytes of the edge to a stored-only node; return it.
 
-        An only child takes it in front of its own edge, so that a leaf evicted page by page does
-        not leave a chain of nodes; several children get a new parent. The caller shortens this
+        An only child takes it in front of its own edge. So a leaf that is evicted page by page does
+        not leave a chain of nodes. Several children get a new parent. The caller shortens this
         node.
         """
         tail = self.edge[keep : self.stored_bytes]
@@ -113,7 +113,7 @@ class Node(Link):
 
 
 class Root(Node):
-    """Where the prompts of one (LoRA name, cache salt) begin: an empty edge, no parent."""
+    """Start of all prompts with one (LoRA name, cache salt): an empty edge, no parent."""
 
     __slots__ = ("name",)
 
@@ -123,7 +123,7 @@ class Root(Node):
 
 
 def common_bytes(data: bytes, start: int, edge: bytes, key_bytes: int) -> int:
-    """Bytes that `data[start:]` and `edge` have in common, rounded down to whole pages.
+    """Return the common bytes of `data[start:]` and `edge`, rounded down to whole pages.
 
     key_bytes: bytes of one page's token ids.
     """
@@ -140,5 +140,5 @@ def common_bytes(data: bytes, start: int, edge: bytes, key_bytes: int) -> int:
 
 
 def ids_of(raw: bytes | bytearray) -> NDArray[np.int32]:
-    """int32 view of raw ids; read-only when the bytes are."""
+    """Return an int32 view of raw ids, read-only if the bytes are."""
     return np.frombuffer(raw, np.int32)

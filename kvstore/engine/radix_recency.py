@@ -1,51 +1,51 @@
-"""Nodes of the radix tree in the order in which they were last used.
+"""Nodes of the radix tree in order of last use.
 
-A list linked through the nodes themselves: a path is moved to its young end with the deepest node
-first, so a parent is always younger than its children and the old end is always a leaf. What moved
-together stays together, so most of a path is one stretch of the list, and a stretch is moved as a
-whole, whatever its length.
+The list is linked through the nodes themselves. A path is moved to the young end with the deepest
+node first. So a parent is always younger than its children, and the oldest node is always a leaf.
+Nodes that move together stay adjacent, so most of a path is one stretch of the list. A stretch is
+moved in one operation, whatever its length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvstore.engine.radix_node import Link, Node
+from kvstore.engine.radix_node import LRULink, Node
 
 
 class Recency:
-    """Oldest to youngest. A node is in one such list at most; `in` asks whether it is in any."""
+    """A list from oldest to youngest. A node is in at most one list; `in` tests for any list."""
 
     __slots__ = ("_ends",)
 
     def __init__(self) -> None:
-        # Younger than the youngest and older than the oldest: the list is a ring.
-        self._ends = Link()
+        # The list is a ring: this link is between the youngest and the oldest node.
+        self._ends = LRULink()
         self._ends.older = self._ends.younger = self._ends
 
     def oldest(self) -> Node | None:
-        """The least recent node, or None when there is none."""
+        """Return the least recent node, or None if the list is empty."""
         link = self._ends.younger
         return None if link is self._ends else link  # type: ignore[return-value]
 
     def add(self, node: Node) -> None:
-        """Put a node that is in no list at the young end."""
-        assert node.older is None, "a node in two orders"
+        """Add a node, which must be in no list, at the young end."""
+        assert node.older is None, "a node in two lists"
         ends = self._ends
         last = ends.older
         node.older, node.younger = last, ends
         last.younger = ends.older = node  # type: ignore[union-attr]
 
     def remove(self, node: Node) -> None:
-        """Take a node out."""
+        """Remove a node."""
         older, younger = node.older, node.younger
-        assert older is not None, "a node that is in no order"
-        assert younger is not None, "half a node is in an order"
+        assert older is not None, "a node in no list"
+        assert younger is not None, "a node with only one neighbour"
         older.younger, younger.older = younger, older
         node.older = node.younger = None
 
     def touch(self, path: list[Node]) -> None:
-        """Move these nodes, a path given from its top and all in this list, to the young end."""
+        """Move a path, given from its top and all in this list, to the young end."""
         ends = self._ends
         at = len(path) - 1
         while at >= 0:

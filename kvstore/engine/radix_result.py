@@ -1,4 +1,4 @@
-"""What the radix tree is asked with, and what it answers."""
+"""Argument and result types of the radix tree."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvstore.engine.radix_node import Node, ids_of
 
 TokenIds = NDArray[np.int32]
 RootName = tuple[str, str]
-"""(LoRA name, cache salt); prompts under different roots never meet."""
+"""(LoRA name, cache salt). Prompts under different roots share nothing."""
 NO_ROOT: RootName = ("", "")
 
 
 class RadixMatch:
-    """What the tree holds of a prompt.
+    """Result of a lookup in the tree.
 
-    node: ends exactly at `tokens`; what to lock. A root when nothing matched.
-    tokens: leading tokens whose KV is on the device, whole pages.
-    stored_tokens: at least `tokens`; up to here a lower tier is believed to hold the rest.
+    node: the node that ends exactly at `tokens`, to be locked. A root if nothing matched.
+    tokens: leading tokens with KV on the device, in whole pages.
+    stored_tokens: at least `tokens`. Up to here a lower tier is believed to have the rest.
     """
 
     __slots__ = ("_pages", "_parts", "node", "stored_tokens", "tokens")
@@ -35,10 +35,10 @@ class RadixMatch:
 
     @property
     def pages(self) -> PageIds:
-        """Page ids of the first `tokens` tokens in order, int32; the caller's own array.
+        """Page ids of the first `tokens` tokens in order, int32. A separate array.
 
-        As they were at the time of the match. Gathered when first asked for: who only wants to
-        know how long a hit is does not pay for them.
+        They are those at the time of the match. They are gathered on first use, so a caller that
+        needs only the length of the hit does not pay for them.
         """
         if self._pages is None:
             self._pages = ids_of(bytearray().join(self._parts))
@@ -49,15 +49,16 @@ class RadixMatch:
 
 
 class Insert(NamedTuple):
-    """node: ends exactly at the last token inserted. matched_tokens: the first so many were on the
-    device already, in the tree's own pages; the pages given for them were not adopted."""
+    """node: ends exactly at the last inserted token. matched_tokens: leading tokens that were
+    already on the device, in the tree's own pages. The tree did not take the pages given for them.
+    """
 
     node: Node
     matched_tokens: int
 
 
 def raw_ids(ids: NDArray[np.int32]) -> bytes:
-    """Token or page ids as bytes. Anything but one dimension of int32 is our own mistake."""
+    """Return token or page ids as bytes. They must be one-dimensional int32."""
     assert ids.dtype == np.int32, f"ids of dtype {ids.dtype}, int32 expected"
     assert ids.ndim == 1, f"ids of {ids.ndim} dimensions"
     return ids.tobytes()

@@ -1,8 +1,8 @@
-"""A request: what the user asks, how it lives in the engine, and what comes out of it.
+"""A request, its state in the engine, and its output.
 
-`Request` is what the user said and never changes. `Job` is its life in the engine: which tokens
-it has, in which pages their KV lies, what of it is published, offered and loaded. `Output` is what
-one step made for one request.
+`Request` is the user's input and never changes. `Job` is its state in the engine: its tokens, the
+pages with their KV, and what is published, saved and loaded. `Output` is the result of one step for
+one request.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from kvstore.engine.text import TextStream
 from kvstore.errors import ConfigError, KVStoreError
 
 MAX_STOP_STRINGS = 16
-"""Stop strings one request may carry."""
+"""Maximum number of stop strings per request."""
 MAX_STOP_CHARS = 1024
-"""Length of one stop string."""
+"""Maximum length of a stop string."""
 
 
 class QueueFull(KVStoreError):
-    """The engine has as many requests as it takes; try again later."""
+    """The engine has its maximum number of requests; try again later."""
 
 
 class State(enum.Enum):
-    """Where a job stands. An aborted job that still has a copy running is FINISHED."""
+    """State of a job. An aborted job is FINISHED, even while a copy is running."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -40,11 +40,11 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One generation to make.
+    """Parameters of one generation.
 
-    max_tokens: None means as many as the context and the page pool allow.
-    stop: strings that end the text (needs a tokenizer); the stop string itself is not given out.
-    ignore_eos: go on past the model's end-of-sequence tokens.
+    max_tokens: None: as many as the context and the page pool allow.
+    stop: strings that end the text (requires a tokenizer). The output does not include them.
+    ignore_eos: continue after the model's end-of-sequence tokens.
     """
 
     request_id: str
@@ -62,8 +62,8 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What one engine can serve; a request outside it is refused when it arrives."""
+class RequestLimits:
+    """Limits of one engine. A request outside them is rejected on arrival."""
 
     max_context: int
     vocab: int
@@ -73,12 +73,12 @@ class Limits:
 
     @property
     def max_total_tokens(self) -> int:
-        """Prompt and output of one request: the last output token's KV is never computed."""
+        """Maximum prompt and output tokens: the last output token's KV is never computed."""
         return min(self.max_context, self.num_pages * self.page_tokens + 1)
 
 
 def sampling_params(request: Request) -> SamplingParams:
-    """How this request's tokens are chosen; ConfigError for a value outside its range."""
+    """Return the request's sampling parameters. Raises ConfigError for a value out of range."""
     return SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -87,68 +87,70 @@ def sampling_params(request: Request) -> SamplingParams:
     )
 
 
-def checked(request: Request, limits: Limits) -> tuple[np.ndarray, int]:
-    """The prompt as int32 [prompt_tokens] and the number of tokens to make at most.
+def validate_request(request: Request, limits: RequestLimits) -> tuple[np.ndarray, int]:
+    """Return the prompt as int32 [prompt_tokens] and the maximum tokens to generate.
 
     Raises:
-        ConfigError: one line naming the value that is wrong and the limit it breaks.
+        ConfigError: names the invalid value and its limit.
     """
-    prompt = _checked_prompt(request.prompt_tokens, limits)
+    prompt = _validate_prompt(request.prompt_tokens, limits)
     sampling_params(request)
     if request.max_tokens is not None and request.max_tokens < 1:
-        raise ConfigError(f"max_tokens is {request.max_tokens}; it must be at least 1")
+        raise ConfigError(f"max_tokens must be at least 1 (got {request.max_tokens})")
     if request.lora_name and request.lora_name not in limits.loras:
-        known = ", ".join(sorted(limits.loras)) or "none is loaded"
-        raise ConfigError(f"unknown lora {request.lora_name!r}; known: {known}")
+        known = ", ".join(sorted(limits.loras)) or "(none is loaded)"
+        raise ConfigError(f"unknown lora {request.lora_name!r}; loaded adapters: {known}")
     if len(request.stop) > MAX_STOP_STRINGS:
-        raise ConfigError(f"{len(request.stop)} stop strings; at most {MAX_STOP_STRINGS} are right")
+        raise ConfigError(
+            f"stop must have at most {MAX_STOP_STRINGS} strings (got {len(request.stop)})"
+        )
     for text in request.stop:
         if not 0 < len(text) <= MAX_STOP_CHARS:
             raise ConfigError(
-                f"a stop string has {len(text)} characters; it must have 1..{MAX_STOP_CHARS}"
+                f"a stop string must have 1 to {MAX_STOP_CHARS} characters (got {len(text)})"
             )
     room = limits.max_context - len(prompt)
     if room < 1:
         raise ConfigError(
-            f"the prompt has {len(prompt)} tokens; with one token of output it must fit into the "
-            f"context of {limits.max_context} tokens"
+            f"the prompt has {len(prompt)} tokens, too many for the context of "
+            f"{limits.max_context} tokens with one token of output"
         )
     wanted = request.max_tokens
     if wanted is None:
         wanted = max(1, min(room, limits.max_total_tokens - len(prompt)))
     if wanted > room:
         raise ConfigError(
-            f"the prompt has {len(prompt)} tokens and max_tokens is {wanted}; together they must "
-            f"fit into the context of {limits.max_context} tokens"
+            f"the prompt has {len(prompt)} tokens and max_tokens is {wanted}, together too many "
+            f"for the context of {limits.max_context} tokens"
         )
     if len(prompt) + wanted > limits.max_total_tokens:
         raise ConfigError(
-            f"{len(prompt)} prompt tokens and {wanted} to make can never fit into the KV pool of "
+            f"{len(prompt)} prompt tokens and max_tokens {wanted} do not fit into the KV pool of "
             f"{limits.num_pages} pages of {limits.page_tokens} tokens"
         )
     return prompt, wanted
 
 
-def _checked_prompt(tokens: Sequence[int], limits: Limits) -> np.ndarray:
+def _validate_prompt(tokens: Sequence[int], limits: RequestLimits) -> np.ndarray:
     if len(tokens) == 0:
-        raise ConfigError("the prompt is empty; it must have at least 1 token")
+        raise ConfigError("the prompt must have at least 1 token (got an empty prompt)")
     if len(tokens) >= limits.max_context:
         raise ConfigError(
-            f"the prompt has {len(tokens)} tokens; with one token of output it must fit into the "
-            f"context of {limits.max_context} tokens"
+            f"the prompt has {len(tokens)} tokens, too many for the context of "
+            f"{limits.max_context} tokens with one token of output"
         )
     wide = np.asarray(tokens)
     if wide.dtype.kind not in "iu":
-        raise ConfigError(f"prompt tokens must be integers in 0..{limits.vocab - 1}")
+        raise ConfigError(f"prompt tokens must be integers from 0 to {limits.vocab - 1}")
     outside = wide[(wide < 0) | (wide >= limits.vocab)]
     if len(outside):
-        raise ConfigError(f"token id {outside[0]} is outside the vocabulary 0..{limits.vocab - 1}")
+        raise ConfigError(f"token ids must be 0 to {limits.vocab - 1} (got {outside[0]})")
     return wide.astype(np.int32)
 
 
 @dataclass(slots=True)
 class Times:
-    """Seconds on the engine's clock; 0.0 for what has not happened."""
+    """Seconds on the engine's clock. 0.0: has not happened yet."""
 
     arrival_s: float = 0.0
     started_s: float = 0.0
@@ -157,23 +159,23 @@ class Times:
 
     @property
     def queue_ms(self) -> float:
-        """From arrival to the first time pages were given (a load counts as started)."""
+        """Time from arrival until pages were first allocated. A load counts as started."""
         return max(0.0, self.started_s - self.arrival_s) * 1e3
 
     @property
     def ttft_ms(self) -> float:
-        """Time to first token, from arrival."""
+        """Time from arrival to the first token."""
         return max(0.0, self.first_token_s - self.arrival_s) * 1e3
 
 
 @dataclass(slots=True)
 class Output:
-    """What one step made for one request.
+    """Result of one step for one request.
 
-    tokens: new token ids (a stop token is among them). text: new text; empty without a tokenizer.
-    finish_reason: None while it goes on; then "stop", "length", "abort" or "error".
-    cached: prompt tokens not computed, by tier: {"l1": n, "l2": n, ...}; sums to at most
-        prompt_tokens - 1 and does not change after the first output.
+    tokens: new token ids, including a stop token. text: new text; empty without a tokenizer.
+    finish_reason: None while the request runs, then "stop", "length", "abort" or "error".
+    cached: prompt tokens that hit, by tier: {"l1": n, "l2": n, ...}. Their sum is at most
+        prompt_tokens - 1. Does not change after the first output.
     """
 
     request_id: str
@@ -188,22 +190,22 @@ class Output:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A request's life in the engine. Only the loop thread touches it.
+    """State of a request in the engine. Only the loop thread uses it.
 
-    tokens: int32 buffer for prompt and output; the first `length` are known.
-    page_table: int32 buffer; the first page_count entries are the job's pages, on each of which
-        it holds one reference.
-    computed: tokens (from the start) whose KV lies in the pages.
-    published: tokens (whole pages) of this job that are in the radix tree, in these very pages.
+    tokens: int32 buffer for prompt and output. The first `length` are known.
+    page_table: int32 buffer. The first page_count entries are the job's pages. It has one reference
+        on each.
+    computed: leading tokens with their KV in the pages.
+    published: leading tokens (whole pages) that are in the radix tree, in these same pages.
     node: the radix node locked for this job.
-    offered_blocks: blocks (from the start) that were offered to the hooks or came from them.
-    passed_over: how often a later arrival was started instead of this job.
-    start: this job's place in the order of starts; -1 while it waits.
-    match_open: the hooks may hold something for this job's last match.
-    pending: the last consideration ended in waiting for KV that is on its way.
-    ahead: later blocks may be on their way while this job runs: the hooks are asked before each of
-        its steps. compute_to: how far it may compute until then, in tokens.
-    counting: what is loaded counts as cached; not in a life after a preemption.
+    saved_blocks: leading blocks that were passed to `save`, or were loaded.
+    passed_over: number of times a later arrival was started before this job.
+    start: number of this job in the order of starts. -1: waiting.
+    match_open: the hooks may have leases for this job's last match.
+    pending: the last consideration ended with a wait for KV in progress.
+    ahead: later blocks may be in progress while this job runs. The scheduler then calls the hooks
+        before each of its steps. compute_to: number of tokens it may compute until then.
+    counting: loaded tokens count as cached. False after a preemption.
     """
 
     request: Request
@@ -223,7 +225,7 @@ class Job:
     computed: int = 0
     published: int = 0
     node: Any = None
-    offered_blocks: int = 0
+    saved_blocks: int = 0
     passed_over: int = 0
     start: int = -1
     preempted: bool = False
@@ -240,12 +242,12 @@ class Job:
 
     @property
     def root(self) -> tuple[str, str]:
-        """The radix root this job's prefix lies under."""
+        """The radix root of this job's prefix."""
         return (self.request.lora_name, self.request.cache_salt)
 
     @property
     def known(self) -> np.ndarray:
-        """Tokens known so far, int32 [length]; a view."""
+        """Known tokens, int32 [length]; a view."""
         return self.tokens[: self.length]
 
     @property
@@ -254,7 +256,7 @@ class Job:
         return self.page_table[: self.page_count]
 
     def append(self, token: int) -> None:
-        """Add one made token, and its hash when it fills a block."""
+        """Append one generated token, and its hash if it fills a block."""
         self.tokens[self.length] = token
         self.length += 1
         self.hashes += self.hasher.feed([token])

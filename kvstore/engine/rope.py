@@ -1,6 +1,6 @@
-"""Rotary position embedding: a table of angles, and turning queries and keys by it.
+"""Rotary position embedding: a table of angles, and the rotation of queries and keys.
 
-RoPE: Su et al. 2021, arXiv 2104.09864. Two conventions pair the dimensions that turn together:
+RoPE: Su et al. 2021, arXiv 2104.09864. Two conventions pair the dimensions that rotate together:
 half-split (i with i + d/2: Hugging Face) and interleaved (2i with 2i + 1: GGUF's llama files).
 """
 
@@ -18,16 +18,16 @@ SCALING_KINDS = ("none", "linear", "llama3")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """How positions become angles.
+    """Parameters that turn positions into angles.
 
     scaling: "none"; "linear" (positions divided by `factor`); "llama3" (long wavelengths divided by
     `factor`, short ones kept, a ramp between, by `low_freq_factor`, `high_freq_factor` and
     `original_max_positions`: Llama 3.1's model card).
-    divisors: one per pair, dividing its frequency; how GGUF files carry a llama3 scaling. Empty for
-    none.
+    divisors: one per pair, divides its frequency. GGUF files store a llama3 scaling in this form.
+    Empty: none.
 
     Raises:
-        ConfigError: an unknown scaling.
+        ConfigError: the scaling is unknown.
     """
 
     theta: float = 10000.0
@@ -43,12 +43,12 @@ class RopeConfig:
         if self.scaling not in SCALING_KINDS:
             raise ConfigError(
                 f"rope scaling {self.scaling!r} is not supported; "
-                f"supported are {', '.join(SCALING_KINDS)}"
+                f"use one of {', '.join(SCALING_KINDS)}"
             )
 
 
 def frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair: [head_dim / 2] float64."""
+    """Return the radians per position of each pair: [head_dim / 2] float64."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     freqs = 1.0 / (rope.theta**exponents)
     if rope.divisors:
@@ -56,8 +56,8 @@ def frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     if rope.scaling == "linear":
         return freqs / rope.factor
     if rope.scaling == "llama3":
-        turns = rope.original_max_positions * freqs / (2 * math.pi)
-        kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        cycles = rope.original_max_positions * freqs / (2 * math.pi)
+        kept = (cycles - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         kept = kept.clamp(0.0, 1.0)
         return freqs * kept + freqs / rope.factor * (1.0 - kept)
     return freqs
@@ -76,16 +76,16 @@ class RopeTable:
         self.sin = angles.sin().float().to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of these positions ([tokens] int64): two [tokens, 1, head_dim / 2]."""
+        """Return cos and sin of these positions ([tokens] int64): two [tokens, 1, head_dim / 2]."""
         return self.cos[positions], self.sin[positions]
 
-    def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Turn x [tokens, heads, head_dim] by its tokens' angles; computed in float32."""
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate x [tokens, heads, head_dim] by its tokens' angles. Computes in float32."""
         wide = x.float()
         if self.interleaved:
             a, b = wide[..., 0::2], wide[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+            rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
         else:
             a, b = wide.tensor_split(2, dim=-1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        return turned.to(x.dtype)
+            rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        return rotated.to(x.dtype)

@@ -1,7 +1,7 @@
-"""Runs one step of a batch: the paged KV pool, the page tables, the adapters.
+"""Runs one step of a batch: paged KV pool, page tables, adapters.
 
-The runner keeps no request state. It computes what rows ask for and trusts their page tables; who
-owns which page is the scheduler's business.
+The runner has no request state. It computes the rows and trusts their page tables. The scheduler
+owns the pages.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from kvstore.engine.attention import AttentionPlan, StepRow
 from kvstore.engine.hooks import LayerArrival
 from kvstore.engine.loader import LoadedModel
-from kvstore.engine.lora import LoraAdapter, LoraSegment
+from kvstore.engine.lora import LoraAdapter, LoraSlice
 from kvstore.errors import ConfigError
 
 __all__ = ["Runner", "StepRow"]
 
 
 class Runner:
-    """One model and its pool on one device. One thread at a time calls it.
+    """One model and its pool on one device. One thread calls it at a time.
 
     pool: [layers, 2, num_pages, page_tokens, kv_heads, head_dim], contiguous, in the model's dtype.
     """
@@ -29,17 +29,17 @@ class Runner:
     def __init__(
         self, loaded: LoadedModel, num_pages: int, page_tokens: int, *, threads: int | None = None
     ) -> None:
-        """threads: torch's CPU threads for the whole process; None leaves them as they are.
+        """threads: torch's CPU threads for the whole process. None: no change.
 
         Raises:
-            ConfigError: a size that is not positive, or a pool that does not fit in memory.
+            ConfigError: a size is not positive, or the pool does not fit into memory.
         """
         for name, value in (("num_pages", num_pages), ("page_tokens", page_tokens)):
             if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+                raise ConfigError(f"{name} must be at least 1 (got {value})")
         if threads is not None:
             if threads < 1:
-                raise ConfigError(f"threads is {threads}; it must be at least 1")
+                raise ConfigError(f"threads must be at least 1 (got {threads})")
             torch.set_num_threads(threads)
         self.loaded = loaded
         self.model = loaded.model
@@ -53,35 +53,35 @@ class Runner:
             nbytes = int(np.prod(shape)) * self.model.dtype.itemsize
             raise ConfigError(
                 f"a KV pool of {num_pages} pages of {page_tokens} tokens needs {nbytes:,} bytes, "
-                f"which {self.model.device} does not have; fewer num_pages would be right"
+                f"which {self.model.device} does not have; reduce num_pages"
             ) from error
         self._adapters: dict[str, LoraAdapter] = {}
         self._arriving: list[Sequence[LayerArrival]] = []
 
     def add_lora(self, name: str, adapter: LoraAdapter) -> None:
-        """Let rows name this adapter.
+        """Add an adapter that rows can name.
 
         Raises:
-            ConfigError: the name is empty or already stands for another adapter.
+            ConfigError: the name is empty or in use.
         """
         if not name:
-            raise ConfigError("a LoRA adapter needs a name; '' means no adapter")
+            raise ConfigError("the name of a LoRA adapter must not be empty")
         if name in self._adapters:
-            raise ConfigError(f"LoRA adapter {name!r} is already loaded; another name is needed")
+            raise ConfigError(f"LoRA adapter {name!r} is already loaded; use another name")
         self._adapters[name] = adapter.to(self.model.device, self.model.dtype)
 
     @property
     def loras(self) -> dict[str, LoraAdapter]:
-        """The adapters rows may name."""
+        """Adapters that rows can name."""
         return dict(self._adapters)
 
     def expect(self, layers: Sequence[LayerArrival]) -> None:
-        """KV on its way into the pool, layer by layer: the next step's layer i runs after it."""
+        """Make layer i of the next step run after layers[i], a load in progress into the pool."""
         assert len(layers) == self.loaded.config.layers, f"{len(layers)} layers arrive"
         self._arriving.append(layers)
 
     def step(self, rows: Sequence[StepRow]) -> torch.Tensor:
-        """Compute the rows' new tokens: their K and V into their pages.
+        """Compute the rows' new tokens and write their K and V into their pages.
 
         Returns: [len(rows), vocab] float32, the logits of each row's last token, on the device.
         """
@@ -105,11 +105,11 @@ class Runner:
                 torch.from_numpy(positions).to(self.model.device),
                 self.pool,
                 plan,
-                self._segments(rows),
+                self._lora_slices(rows),
             )
 
     def _check(self, row: StepRow) -> None:
-        """A row that is wrong is the scheduler's mistake."""
+        """Assert that a row is valid. The scheduler makes the rows."""
         end = row.start + len(row.tokens)
         assert len(row.tokens) > 0, "a row without new tokens"
         assert row.start >= 0, row.start
@@ -121,17 +121,18 @@ class Runner:
         assert used.max() < self.num_pages, "page id outside the pool"
         assert not row.lora or row.lora in self._adapters, row.lora
 
-    def _segments(self, rows: Sequence[StepRow]) -> list[LoraSegment]:
-        """Consecutive rows of one adapter share a segment; rows without one are in none."""
-        segments: list[LoraSegment] = []
+    def _lora_slices(self, rows: Sequence[StepRow]) -> list[LoraSlice]:
+        """Return a slice per sequence of rows with the same adapter. Rows without one are left
+        out."""
+        slices: list[LoraSlice] = []
         first = 0
         last_name = ""
         for row in rows:
             end = first + len(row.tokens)
             if row.lora and row.lora == last_name:
-                segments[-1].end = end
+                slices[-1].end = end
             elif row.lora:
-                segments.append(LoraSegment(self._adapters[row.lora], first, end))
+                slices.append(LoraSlice(self._adapters[row.lora], first, end))
             last_name = row.lora
             first = end
-        return segments
+        return slices

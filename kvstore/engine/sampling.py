@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, temperature, top-k, top-p, a seed per request."""
+"""Samples the next token from logits: greedy, temperature, top-k, top-p, a seed per request."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvstore.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request's tokens are chosen.
+    """Sampling parameters of a request.
 
-    temperature: 0 is greedy (the lowest id wins a tie). top_k: only the k likeliest tokens; 0: all.
-    top_p: only the likeliest tokens whose probabilities reach p; 1: all. seed: the same seed and
-    logits give the same tokens, whatever else is in the batch; None: from the system.
+    temperature: 0: greedy (the lowest id wins a tie). top_k: only the k most likely tokens. 0: all.
+    top_p: only the most likely tokens whose probabilities sum up to p. 1: all. seed: equal seeds
+    and logits give equal tokens, whatever else is in the batch. None: a seed from the system.
 
     Raises:
-        ConfigError: a value outside its range.
+        ConfigError: a value is out of range.
     """
 
     temperature: float = 0.0
@@ -32,15 +32,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
-            raise ConfigError(f"temperature is {self.temperature}; 0 to 100 is right")
+            raise ConfigError(f"temperature must be 0 to 100 (got {self.temperature})")
         if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p is {self.top_p}; above 0, up to 1 is right")
+            raise ConfigError(f"top_p must be above 0 and at most 1 (got {self.top_p})")
         if self.top_k < 0:
-            raise ConfigError(f"top_k is {self.top_k}; 0 (all) or more is right")
+            raise ConfigError(f"top_k must be at least 0; 0 means all (got {self.top_k})")
 
 
 class Sampler:
-    """One request's sampler; it keeps the request's own random numbers."""
+    """One request's sampler, with its own random numbers."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -51,11 +51,11 @@ class Sampler:
         return self.params.temperature == 0.0
 
     def draw(self, logits: npt.NDArray[np.float32]) -> int:
-        """One token from logits [vocab]; takes exactly one random number unless greedy."""
+        """Sample a token from logits [vocab]. Uses exactly one random number unless greedy."""
         if self.greedy:
             return int(np.argmax(logits))
         params = self.params
-        # Below the best first, then divided: a tiny temperature cannot overflow.
+        # Subtract the maximum before dividing, so that a tiny temperature does not overflow.
         below = logits.astype(np.float64) - float(logits.max())
         weights = np.exp(below / params.temperature)
         order: npt.NDArray[np.int64] | None = None
@@ -74,7 +74,7 @@ class Sampler:
 
 
 def sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """The next token of each row: logits [rows, vocab] on any device, one sampler per row."""
+    """Return the next token of each row: logits [rows, vocab] on any device, a sampler per row."""
     assert len(logits) == len(samplers), (len(logits), len(samplers))
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     drawn = [index for index, sampler in enumerate(samplers) if not sampler.greedy]

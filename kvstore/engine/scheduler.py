@@ -1,21 +1,21 @@
-"""Who runs in the next step: decode first, then prefill, then whoever waits.
+"""Chooses what runs in the next step: decode first, then prefill, then waiting requests.
 
-The rules, in the order in which they are applied each step:
+The rules, in the order in which each step applies them:
 
-1. Every running job that only lacks its next token gets one token of the step's budget; what is
-   left goes to running prefills, then to waiting jobs, as far as pages and slots reach.
-2. A running job that finds no page takes it from the latest-started running job, which goes back
-   to the front of the queue; its full pages stay in the tree, where it will find most of them
-   again. The earliest-started job is never preempted, so some job always ends.
-3. Waiting jobs are started longest prefix match first (on the device, or believed to be in a lower
-   tier), so that what is cached is used before it is evicted. A job that was passed over too often
-   comes first, as does a preempted one. A long queue is served in order of arrival: matching all
-   of it in every step would cost more than it gains.
-4. A job whose KV is on its way (from a lower tier, or because a running job is computing the same
-   block just now) is skipped, not waited for. A job that lacks pages is waited for: nobody
-   overtakes it, or a long prompt would starve.
-5. A job may run while its later blocks are on their way. It then asks before each step how far to
-   compute, and loads what has come where it has computed up to it.
+1. Each running job that lacks only its next token gets one token of the step's budget. The rest of
+   the budget goes to running prefills, then to waiting jobs, as pages and slots allow.
+2. A running job that finds no free page takes one from the running job that started last. That job
+   goes back to the front of the queue. Its full pages stay in the tree, where it finds most of
+   them again. The job that started first is never preempted, so some job always finishes.
+3. Waiting jobs start in order of their longest prefix match (on the device, or believed to be in a
+   lower tier), so that cached prefixes are used before they are evicted. A job that was passed over
+   too often comes first, and so does a preempted one. A long queue is served in order of arrival:
+   matching all of it in every step would cost more than it gains.
+4. The scheduler skips a job whose KV is in progress: being loaded from a lower tier, or being
+   computed by a running job in the same block. It waits for a job that lacks pages: no other job
+   overtakes it, because a long prompt would starve.
+5. A job can run while its later blocks are being loaded. Before each step it asks how far to
+   compute. It loads the blocks that have arrived once it has computed up to them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from dataclasses import dataclass
 
 from kvstore.engine.cache import PrefixCache
 from kvstore.engine.request import Job, State
-from kvstore.engine.transfers import LoadUnderWay, Transfers
-from kvstore.interface import Answer, HookMatch
+from kvstore.engine.transfers import ActiveLoad, EngineTransfers
+from kvstore.interface import HookMatch, LookupStatus
 
 PREFIX_ORDER_MAX_WAITING = 128
-"""A queue longer than this is served first come, first served."""
+"""A longer queue is served first come, first served."""
 MAX_PASSED_OVER = 16
-"""How many later arrivals may be started before a job that could start as well."""
+"""Number of later arrivals that can start before a job that could also start."""
 
 
 @dataclass(slots=True)
 class Slice:
-    """One job's share of a step: its next `tokens` tokens."""
+    """One job's part of a step: its next `tokens` tokens."""
 
     job: Job
     tokens: int
 
 
-class Verdict(enum.Enum):
-    """What came of considering a waiting job."""
+class Admission(enum.Enum):
+    """Result of considering a waiting job."""
 
     STARTED = "started"
     LATER = "later"
@@ -53,12 +53,12 @@ class Verdict(enum.Enum):
 
 
 class Scheduler:
-    """Owns the queue and the running jobs. Decides; computes nothing. Loop thread only."""
+    """Owns the queue and the running jobs. It decides and computes nothing. Loop thread only."""
 
     def __init__(
         self,
         cache: PrefixCache,
-        transfers: Transfers,
+        transfers: EngineTransfers,
         *,
         max_batch_tokens: int,
         max_running: int,
@@ -71,9 +71,9 @@ class Scheduler:
         self.max_running = max_running
         self.clock = clock
         self.waiting: list[Job] = []
-        """Preempted jobs, earliest-started first; then arrivals in order."""
+        """Preempted jobs in order of start, then arrivals in order."""
         self.running: list[Job] = []
-        """In the order of their starts."""
+        """In order of start."""
         self.loading: list[Job] = []
         self.preemptions = 0
         self._starts = 0
@@ -81,17 +81,17 @@ class Scheduler:
         self._filling: set[bytes] = set()
         self._budget = 0
 
-    # ---- in and out ----
+    # ---- queue ----
 
     def add(self, job: Job) -> None:
-        """Queue a new job and let the hooks look for its blocks already."""
+        """Queue a new job, and make the hooks look up its blocks."""
         self.waiting.append(job)
         believed = self.cache.attach(job)
         self.transfers.match(job, believed, can_start=False)
         self.cache.detach(job)
 
     def remove(self, job: Job) -> None:
-        """Take a job out, whatever its state. Pages under a running load come back when it ends."""
+        """Remove a job in any state. Pages of a running load are freed when it ends."""
         if job.state is State.LOADING:
             self.loading.remove(job)
         elif job.state is State.RUNNING:
@@ -101,43 +101,43 @@ class Scheduler:
             self.waiting.remove(job)
         job.state = State.FINISHED
 
-    def loaded(self, load: LoadUnderWay, blocks: int) -> None:
-        """A load ended with its first `blocks` blocks: publish them, compute the rest."""
+    def complete_load(self, load: ActiveLoad, blocks: int) -> None:
+        """Publish the first `blocks` blocks of a load that has ended. Compute the rest."""
         job = load.job
         if job.state is State.FINISHED:
             self.cache.detach(job)
             return
         self.loading.remove(job)
-        spared = self._account_load(load, blocks)
+        hit_tokens = self._account_load(load, blocks)
         if job.counting:
             assert job.cached is not None
-            for tier, tokens in spared.items():
+            for tier, tokens in hit_tokens.items():
                 job.cached[tier] = job.cached.get(tier, 0) + tokens
         job.state = State.RUNNING
         bisect.insort(self.running, job, key=lambda other: other.start)
 
-    def _account_load(self, load: LoadUnderWay, blocks: int) -> dict[str, int]:
-        """Move `computed` over what was loaded; returns the tokens spared, by tier."""
+    def _account_load(self, load: ActiveLoad, blocks: int) -> dict[str, int]:
+        """Advance `computed` over the loaded blocks. Returns the hit tokens by tier."""
         job, cache, size = load.job, self.cache, self.transfers.block_tokens
-        spared: dict[str, int] = {}
+        hit_tokens: dict[str, int] = {}
         for index in range(blocks):
             end = min((load.first_block + index + 1) * size, cache.useful_tokens(job))
             tier = load.tiers[index]
-            spared[tier] = spared.get(tier, 0) + end - job.computed
+            hit_tokens[tier] = hit_tokens.get(tier, 0) + end - job.computed
             job.computed = end
         stored_end = (load.first_block + blocks) * size
         if blocks:
-            job.offered_blocks = max(job.offered_blocks, load.first_block + blocks)
+            job.saved_blocks = max(job.saved_blocks, load.first_block + blocks)
             cache.publish(job)
             cache.tree.mark_stored(job.known, job.root, min(stored_end, job.computed))
         if blocks < len(load.tiers):
             cache.tree.forget_stored(job.known, job.root, max(stored_end, job.computed))
-        return spared
+        return hit_tokens
 
     # ---- one step ----
 
     def schedule(self) -> list[Slice]:
-        """The next step's work; empty when nothing can run now."""
+        """Return the next step's work. Empty: nothing can run now."""
         self._plan = {}
         self._budget = self.max_batch_tokens
         for job in [job for job in self.running if job.ahead]:
@@ -150,7 +150,7 @@ class Scheduler:
         return [Slice(job, tokens) for job, tokens in self._plan.items()]
 
     def _continue(self, job: Job) -> None:
-        """Plan a running job's next tokens, with pages for them."""
+        """Plan a running job's next tokens and allocate their pages."""
         tokens = self._tokens_now(job)
         if job.state is not State.RUNNING or tokens < 1:
             return
@@ -160,21 +160,21 @@ class Scheduler:
             self._budget -= tokens
 
     def _tokens_now(self, job: Job) -> int:
-        """Tokens a running job may compute in this step; below 1 when it waits for its load."""
+        """Return the tokens a running job can compute now. Below 1: it waits for a load."""
         tokens = min(job.length - job.computed, self._budget)
         if not job.ahead or tokens < 1:
             return tokens
         if job.compute_to - job.computed <= tokens:
             return job.compute_to - job.computed
-        # Up to a block's end where the budget reaches one: a part of a block is of no use to it.
+        # End at a block boundary if the budget reaches one: the job cannot use a partial block.
         size = self.transfers.block_tokens
         end = (job.computed + tokens) // size * size
         return end - job.computed if end > job.computed else tokens
 
     def _look_ahead(self, job: Job) -> None:
-        """Ask how far a running job whose later blocks are on their way is to compute."""
+        """Ask the hooks how far to compute a running job whose later blocks are in progress."""
         found = self.transfers.match_ahead(job)
-        if found.answer is Answer.HIT:
+        if found.status is LookupStatus.HIT:
             self.running.remove(job)
             self._load(job, found)
             return
@@ -182,21 +182,21 @@ class Scheduler:
 
     def _note_ahead(self, job: Job, found: HookMatch) -> None:
         size = self.transfers.block_tokens
-        job.ahead = found.answer is Answer.PENDING
+        job.ahead = found.status is LookupStatus.PENDING
         job.compute_to = (job.computed // size + found.compute) * size
 
     def _load(self, job: Job, found: HookMatch) -> None:
-        """Have the blocks found copied into the job's pages; it runs on when they are there."""
+        """Load the found blocks into the job's pages. The job continues when they have arrived."""
         job.state = State.LOADING
         job.ahead = found.more
         self.loading.append(job)
         self.transfers.load(job, found)
 
     def _make_room(self, job: Job, tokens: int) -> bool:
-        """Have the pages free that the job lacks for its first `tokens` tokens, or say no.
+        """Free the pages that the job lacks for its first `tokens` tokens. Returns False if not.
 
-        No means: pages are on their way back (a copy is ending), or the job itself was preempted
-        because the earlier-started ones hold everything.
+        False means: pages will become free when a copy ends, or the job itself was preempted
+        because jobs that started earlier use all pages.
         """
         while not self.cache.reserve(self.cache.missing_pages(job, tokens)):
             latest = self.running[-1]
@@ -205,14 +205,14 @@ class Scheduler:
             elif self.transfers.busy:
                 return False
             else:
-                assert len(self.running) > 1, "a job alone finds no page"
+                assert len(self.running) > 1, "the only job finds no page"
                 self._preempt(job)
                 return False
         return True
 
     def _preempt(self, job: Job) -> None:
-        """Back to the front of the queue; the tree keeps the full pages."""
-        # Only decoding finds no page (a start takes pages for all known tokens), in start order.
+        """Move a job back to the front of the queue. The tree keeps its full pages."""
+        # Only decoding can lack pages (a start allocates pages for all known tokens).
         assert job not in self._plan
         self.running.remove(job)
         self.cache.detach(job)
@@ -221,7 +221,7 @@ class Scheduler:
         self.waiting.insert(0, job)
         self.preemptions += 1
 
-    # ---- who waits ----
+    # ---- waiting jobs ----
 
     def _admit(self) -> None:
         """Start waiting jobs while budget and slots last."""
@@ -233,24 +233,24 @@ class Scheduler:
         for job in self._ordered():
             if not self._has_slot():
                 return
-            verdict = self._consider(job)
-            job.pending = verdict is Verdict.LATER
-            if verdict is Verdict.BLOCKED:
+            result = self._consider(job)
+            job.pending = result is Admission.LATER
+            if result is Admission.BLOCKED:
                 return
-            if verdict is Verdict.STARTED and self._count_passed_over(job):
+            if result is Admission.STARTED and self._count_passed_over(job):
                 return
 
     def _has_slot(self) -> bool:
         return self._budget > 0 and len(self.running) + len(self.loading) < self.max_running
 
     def _note_filling(self, job: Job) -> None:
-        """Remember the block this running job is computing, where all of its tokens are known."""
+        """Remember the block that this job is computing, if all of its tokens are known."""
         block = job.computed // self.transfers.block_tokens
         if self.cache.enabled and block < len(job.hashes):
             self._filling.add(job.hashes[block])
 
     def _ordered(self) -> list[Job]:
-        """Waiting jobs in the order in which to consider them."""
+        """Return the waiting jobs in the order of consideration."""
         if len(self.waiting) > PREFIX_ORDER_MAX_WAITING:
             return list(self.waiting)
 
@@ -264,7 +264,7 @@ class Scheduler:
         return sorted(self.waiting, key=rank)
 
     def _count_passed_over(self, started: Job) -> bool:
-        """Note who was overtaken; True when one of them may not be overtaken again."""
+        """Count the overtaken jobs. Returns whether one of them reached the limit."""
         overdue = False
         for job in self.waiting:
             if job.arrival < started.arrival and not job.pending:
@@ -272,41 +272,43 @@ class Scheduler:
                 overdue |= job.passed_over >= MAX_PASSED_OVER
         return overdue
 
-    def _consider(self, job: Job) -> Verdict:
-        """Start the job, or have it load, if its KV and its pages allow it now."""
+    def _consider(self, job: Job) -> Admission:
+        """Start the job, or its load, if its KV and its pages allow it now."""
         believed = self.cache.attach(job)
         if self.transfers.next_hash(job) in self._filling:
             self.cache.detach(job)
-            return Verdict.LATER
+            return Admission.LATER
         missing = self.cache.missing_pages(job, job.length)
-        # A page in hand for every running job, or the newcomer would soon be preempted by them.
+        # Keep a page for every running job, or they would soon preempt the new one.
         room = self.cache.available_pages >= missing + len(self.running)
         found = self.transfers.match(job, believed, can_start=room)
-        if found.answer is Answer.PENDING and not found.compute:
+        if found.status is LookupStatus.PENDING and not found.compute:
             self.cache.detach(job)
-            return Verdict.LATER
+            return Admission.LATER
         if not room or not self.cache.reserve(missing):
             self.cache.detach(job)
-            return Verdict.BLOCKED
+            return Admission.BLOCKED
         self._start(job, found)
-        return Verdict.STARTED
+        return Admission.STARTED
 
     def _start(self, job: Job, found: HookMatch) -> None:
-        """Give the job pages for all its tokens; then load what was found, or compute.
+        """Allocate pages for all of the job's tokens, then load the found blocks, or compute.
 
-        All its pages at once: what is loaded behind a part still to be computed has its place."""
+        All pages are allocated at once, so that blocks loaded beyond a part still to be computed
+        have their place.
+        """
         self.waiting.remove(job)
         self.cache.grow(job, job.length)
         job.preempted = False
         job.start = self._starts
         self._starts += 1
-        job.offered_blocks = max(job.offered_blocks, job.computed // self.transfers.block_tokens)
+        job.saved_blocks = max(job.saved_blocks, job.computed // self.transfers.block_tokens)
         if not job.times.started_s:
             job.times.started_s = self.clock()
         job.counting = job.cached is None
         if job.cached is None:
             job.cached = {"l1": job.computed}
-        if found.answer is Answer.HIT:
+        if found.status is LookupStatus.HIT:
             self._load(job, found)
             return
         job.state = State.RUNNING

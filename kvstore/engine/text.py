@@ -1,4 +1,4 @@
-"""Made tokens as text: whole characters only, and nothing of a stop string."""
+"""Turns generated tokens into text: whole characters only, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class PieceStream(Protocol):
-    """A tokenizer's stream: text that becomes whole with each token."""
+    """A tokenizer's stream: returns text as it becomes complete."""
 
     def push(self, token: int) -> str: ...
 
@@ -17,47 +17,47 @@ class PieceStream(Protocol):
 class TextStream:
     """Text of one request's tokens, up to the first stop string.
 
-    Text that could be the beginning of a stop string is held back until it is clear that it is
-    not, so that nothing shown has to be taken back.
+    Text that could start a stop string is kept back until it is known not to, so that no returned
+    text must be withdrawn.
     """
 
     def __init__(self, pieces: PieceStream | None, stop: Sequence[str] = ()) -> None:
-        """pieces: None for a model without a tokenizer: all text is empty, nothing stops."""
+        """pieces: None: a model without a tokenizer; all text is empty and nothing stops."""
         self._pieces = pieces
         self._stop = tuple(stop)
-        self._held = ""
+        self._pending = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """New text to show. `stopped` tells afterwards whether a stop string was met."""
+        """Return new text. Sets `stopped` if a stop string was found."""
         if self._pieces is None:
             return ""
         return self._take(self._pieces.push(token))
 
     def finish(self) -> str:
-        """What is still held back: half a character, or the beginning of a stop string."""
+        """Return the pending text: half a character, or the start of a stop string."""
         if self._pieces is None or self.stopped:
             return ""
         text = self._take(self._pieces.finish())
-        rest, self._held = ("" if self.stopped else self._held), ""
+        rest, self._pending = ("" if self.stopped else self._pending), ""
         return text + rest
 
     def _take(self, piece: str) -> str:
         if not self._stop or not piece:
             return piece
-        text = self._held + piece
+        text = self._pending + piece
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
             self.stopped = True
-            self._held = ""
+            self._pending = ""
             return text[: min(found)]
         keep = max(_overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, shorter than `stop` itself."""
+    """Return the length of the longest end of `text` that starts `stop`, without all of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

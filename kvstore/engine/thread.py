@@ -1,7 +1,7 @@
-"""An engine in a thread of its own: requests come in through a queue, outputs go out by callback.
+"""An engine in its own thread: requests arrive through a queue, outputs leave by callback.
 
-The engine itself knows one thread. Everybody else talks to it through here; the queue is bounded
-by the number of requests that may be live at once, each of which can add a handful of commands.
+The engine is single-threaded; other threads use it through this class. The queue is bounded by the
+number of live requests, each of which can add a few commands.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Deliver = Callable[[Output], None]
 T = TypeVar("T")
 
 MAX_LIVE = 4096
-"""Requests submitted and not yet finished."""
+"""Maximum number of submitted, unfinished requests."""
 CALL_TIMEOUT_S = 30.0
-"""Longest wait for the loop to do a call: several steps of a large model."""
+"""Maximum wait for a call on the loop: several steps of a large model."""
 
 
 class EngineDead(KVStoreError):
-    """The engine's loop has ended, on request or by a fault of its own."""
+    """The engine's loop has ended, by request or by an internal error."""
 
 
 class EngineThread:
-    """Runs an engine's loop. Every method may be called from any thread.
+    """Runs an engine's loop. All methods can be called from any thread.
 
     `deliver` functions are called on the loop's thread and must return at once.
     """
@@ -43,7 +43,7 @@ class EngineThread:
         self.engine = engine
         self.max_live = max_live
         self.error = ""
-        """Why the loop ended by itself; empty while it runs or when it was stopped."""
+        """Reason why the loop ended by itself. Empty: it runs, or was stopped."""
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._delivers: dict[str, Deliver] = {}
@@ -53,21 +53,21 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        """The loop runs and takes requests."""
+        """Whether the loop runs and accepts requests."""
         return self._thread.is_alive() and not self._ended
 
     def start(self) -> None:
-        """Start the loop; once."""
+        """Start the loop. Call it once."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Abort what is left, close the engine, end the loop. Safe to call twice."""
+        """Abort all requests, close the engine, end the loop. Safe to call twice."""
         self._commands.put(self._stop_now)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
     def submit(self, request: Request, deliver: Deliver) -> None:
-        """Queue a request; every output of it goes to `deliver`, the last with a finish reason.
+        """Queue a request. All its outputs go to `deliver`, the last with a finish reason.
 
         Raises:
             ConfigError: the request can never be served.
@@ -79,24 +79,23 @@ class EngineThread:
             if self._ended:
                 raise EngineDead(self.error or "the engine has stopped")
             if len(self._delivers) >= self.max_live:
-                raise QueueFull(f"{self.max_live} requests are live already; try again later")
+                raise QueueFull(f"{self.max_live} requests are live; try again later")
             assert request.request_id not in self._delivers, request.request_id
             self._delivers[request.request_id] = deliver
         self._commands.put(lambda: self._add(request))
 
     def abort(self, request_id: str) -> None:
-        """End a request early; unknown and finished ones are fine."""
+        """End a request early. Ignores unknown and finished ids."""
         with self._lock:
             live = request_id in self._delivers
         if live:
             self._commands.put(lambda: self.engine.abort(request_id))
 
     def call(self, function: Callable[[Engine], T], timeout_s: float = CALL_TIMEOUT_S) -> T:
-        """Run function(engine) between two steps and return what it returns, or raise what it
-        raises.
+        """Run function(engine) between two steps. Returns its result, or raises its exception.
 
         Raises:
-            EngineDead: the loop has ended, or does not come round within timeout_s.
+            EngineDead: the loop has ended, or did not run the function within timeout_s.
         """
         answer: Future[T] = Future()
 
@@ -116,7 +115,7 @@ class EngineThread:
             return answer.result(timeout_s)
         except FutureTimeout as error:
             answer.cancel()
-            raise EngineDead(f"the engine did not answer within {timeout_s:g} s") from error
+            raise EngineDead(f"no response from the engine within {timeout_s:g} s") from error
 
     # ---- on the loop's thread ----
 
@@ -128,7 +127,7 @@ class EngineThread:
                     for output in self.engine.step():
                         self._hand_out(output)
         except Exception as error:
-            log.exception("the engine's loop failed")
+            log.exception("engine loop failed: internal error")
             self.error = f"the engine failed: {type(error).__name__}: {error}"
         finally:
             self._end()
@@ -160,7 +159,7 @@ class EngineThread:
             deliver(output)
 
     def _end(self) -> None:
-        """Nobody is left waiting: every live request and every queued call gets its answer."""
+        """End the loop: every live request and every queued call gets a result."""
         with self._lock:
             self._ended = True
             names = list(self._delivers)
@@ -178,5 +177,5 @@ def _failure(request_id: str, error: str) -> Output:
 
 
 def stats_of(thread: EngineThread) -> dict[str, Any]:
-    """The engine's counters, exact between two steps."""
+    """Return the engine's statistics, exact between two steps."""
     return thread.call(lambda engine: engine.stats())

@@ -1,7 +1,7 @@
-"""Text to token ids and back: a Hugging Face tokenizer.json, one built from parts, and chat.
+"""Text to token ids and back: Hugging Face tokenizer.json, tokenizers built from parts, and chat.
 
-The heavy lifting is the `tokenizers` library's; this adds what an engine needs around it: end ids,
-a stream that never shows half a character, and the model's chat template in a sandbox.
+The `tokenizers` library does the work. This module adds end ids, a stream that never shows half a
+character, and the model's chat template in a sandbox.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from kvstore.errors import ConfigError
 
 MAX_PENDING_TOKENS = 16
-"""Tokens a stream holds back at most while they end within a character."""
+"""Maximum tokens that a stream keeps back while they end inside a character."""
 
 REPLACEMENT = "\ufffd"
 
@@ -35,12 +35,12 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "llama-bpe": (_CL100K_BPE % "{1,3}",),
     "qwen2": (_CL100K_BPE % "",),
 }
-"""How text is split before merging, by GGUF's name for it (tokenizer.ggml.pre)."""
+"""Regular expressions that split text before merging, by GGUF's name (tokenizer.ggml.pre)."""
 
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What a model folder or file says about its tokenizer besides the vocabulary."""
+    """Settings of a tokenizer besides its vocabulary, from a model folder or file."""
 
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -51,7 +51,7 @@ class TokenizerFacts:
 
 
 class Tokenizer:
-    """A tokenizer with its model's conventions. Reentrant: any thread may call it."""
+    """A tokenizer with its model's conventions. Reentrant: any thread can call it."""
 
     def __init__(self, inner: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
         self._inner = inner
@@ -62,15 +62,15 @@ class Tokenizer:
 
     @property
     def vocab(self) -> int:
-        """Ids run from 0 to vocab - 1."""
+        """Number of ids. They are 0 to vocab - 1."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of text.
+        """Return the token ids of text.
 
-        special: add what the model expects around a plain prompt (a first token, usually). A
-        chat prompt carries its own: pass False. Names of special tokens within the text become
-        those tokens either way.
+        special: add the tokens that the model expects around a plain prompt, usually a first token.
+            Pass False for a chat prompt, which has its own. Names of special tokens in the text
+            become those tokens in both cases.
         """
         ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
         if special and self.facts.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
@@ -78,8 +78,10 @@ class Tokenizer:
         return ids
 
     def encode_spans(self, text: str, *, special: bool = True) -> tuple[list[int], list[int]]:
-        """Token ids of text as `encode` gives them, and where in the text (in characters) each
-        token ends. Of a character that several tokens make up, each ends where it does."""
+        """Return token ids as `encode` does, and the end of each token in the text, in characters.
+
+        If several tokens form one character, each ends where the character ends.
+        """
         encoding = self._inner.encode(text, add_special_tokens=special)
         ids, ends = list(encoding.ids), [end for _, end in encoding.offsets]
         if special and self.facts.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
@@ -87,24 +89,24 @@ class Tokenizer:
         return ids, ends
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text of token ids; special: show special tokens by name instead of leaving them out."""
+        """Return the text of token ids. special: show special tokens by name, not omit them."""
         return str(self._inner.decode(list(ids), skip_special_tokens=not special))
 
     def stream(self) -> TokenStream:
-        """Turns tokens into text as they come."""
+        """Return a stream that turns tokens into text."""
         return TokenStream(self)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, add_prompt: bool = True) -> str:
-        """The prompt text of a conversation, by the model's own template.
+        """Return the prompt text of a conversation, by the model's template.
 
-        messages: [{"role": ..., "content": ...}, ...]; add_prompt: end with the assistant's turn
-        opened.
+        messages: [{"role": ..., "content": ...}, ...]. add_prompt: end with the start of the
+        assistant's turn.
 
         Raises:
-            ConfigError: the model has no template, or the template refuses these messages.
+            ConfigError: the model has no template, or the template rejects these messages.
         """
         if self.facts.chat_template is None:
-            raise ConfigError("this model has no chat template; use plain completions with it")
+            raise ConfigError("this model has no chat template; use the completions API")
         try:
             if self._template is None:
                 self._template = _environment().from_string(self.facts.chat_template)
@@ -116,37 +118,37 @@ class Tokenizer:
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise ConfigError(
-                f"the model's chat template refuses these messages: {error}"
+                f"the model's chat template rejects these messages: {error}"
             ) from error
 
 
 class TokenStream:
-    """Text of tokens one by one; a character split over tokens appears when it is whole.
+    """Turns tokens into text one by one. A character of several tokens appears when complete.
 
-    The text of a token can depend on the one before it, so a window of the last shown tokens is
-    decoded with and without the new ones, and the difference is what is new.
+    The text of a token can depend on the one before it. So a window of the last shown tokens is
+    decoded with and without the new ones, and the difference is the new text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._shown = 0
-        """How many of _ids are shown already; they stay as context."""
+        """Number of _ids that are shown already. They stay as context."""
 
     def push(self, token: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Return the text that this token completes. Can be empty."""
         self._ids.append(token)
         before = self._tokenizer.decode(self._ids[: self._shown])
         after = self._tokenizer.decode(self._ids)
-        held = len(self._ids) - self._shown
-        if after.endswith(REPLACEMENT) and held < MAX_PENDING_TOKENS:
+        pending = len(self._ids) - self._shown
+        if after.endswith(REPLACEMENT) and pending < MAX_PENDING_TOKENS:
             return ""
         self._ids = self._ids[self._shown :]
         self._shown = len(self._ids)
         return after[len(before) :]
 
     def finish(self) -> str:
-        """What is still held back, as it is."""
+        """Return the pending text, even if incomplete."""
         before = self._tokenizer.decode(self._ids[: self._shown])
         after = self._tokenizer.decode(self._ids)
         self._shown = len(self._ids)
@@ -154,7 +156,7 @@ class TokenStream:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment chat templates are written for; a template is foreign code: sandboxed."""
+    """Return the environment of chat templates. Templates are foreign code, so it is a sandbox."""
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -175,18 +177,17 @@ def byte_level_bpe(
     special: Sequence[int] = (),
     user_defined: Sequence[int] = (),
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer from its parts.
+    """Build a byte-level BPE tokenizer.
 
-    tokens: text of each id, in the byte-level alphabet; merges: "left right", best first; split:
-    one of SPLITS; special, user_defined: ids that are never split; the special ones are left out
-    of plain text.
+    tokens: text of each id, in the byte-level alphabet. merges: "left right", best first. split:
+    one of SPLITS. special, user_defined: ids that are never split. Plain text omits special ones.
 
     Raises:
-        ConfigError: an unknown split.
+        ConfigError: the split is unknown.
     """
     if split not in SPLITS:
         raise ConfigError(
-            f"tokenizer splitting {split!r} is not supported; supported are {', '.join(SPLITS)}"
+            f"tokenizer splitting {split!r} is not supported; use one of {', '.join(SPLITS)}"
         )
     vocab = {token: index for index, token in enumerate(tokens)}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
@@ -216,7 +217,7 @@ BYTE_CHAT = (
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, then BYTE_SPECIALS: for models that have no tokenizer of their own."""
+    """Return a tokenizer with one token per byte, then BYTE_SPECIALS, for models without one."""
     tokens = [*_byte_letters(), *BYTE_SPECIALS]
     inner = byte_level_bpe(
         tokens, (), split="default", special=range(256, 256 + len(BYTE_SPECIALS))
@@ -226,7 +227,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _byte_letters() -> list[str]:
-    """Letter of each byte 0..255: printable bytes stand for themselves, the rest from U+0100 on."""
+    """Return the letter of each byte: printable bytes are unchanged, others from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     letters: list[str] = []
     shifted = 0

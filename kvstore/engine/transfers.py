@@ -1,8 +1,8 @@
-"""What is on its way between the engine's pages and the hooks: matches, loads and saves.
+"""Matches, loads and saves in progress between the engine's pages and the hooks.
 
-A page that a copy reads or writes keeps a reference until the hooks report that the copy ended,
-whatever becomes of the request meanwhile. A load's pages stay in its job's table; a save's are
-held here.
+A page that a copy reads or writes keeps a reference until the hooks report the end of the copy,
+even if its request ends before. Pages of a load stay in its job's table. Pages of a save are
+referenced here.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore.engine.cache import PrefixCache
-from kvstore.engine.hooks import KVHooks, LayerArrival, Loaded
+from kvstore.engine.hooks import KVHooks, LayerArrival, LoadDone
 from kvstore.engine.request import Job
-from kvstore.interface import MISS, Answer, HookMatch
+from kvstore.interface import MISS, HookMatch, LookupStatus
 
-SAVE_PAGES_SHARE = 0.5
-"""Share of the pool that saves under way may keep from being reused; beyond it, blocks are not
-offered (and counted), so that a slow store cannot take the pool away from requests."""
+MAX_SAVE_PAGES_FRACTION = 0.5
+"""Maximum fraction of the pool in saves in progress. Further blocks are dropped and counted, so
+that a slow store cannot take the pool from requests."""
 
 
 @dataclass(slots=True)
-class LoadUnderWay:
-    """Blocks first_block .. first_block + len(tiers) of a job are being copied into its pages."""
+class ActiveLoad:
+    """A copy of blocks first_block .. first_block + len(tiers) of a job into its pages."""
 
     job: Job
     first_block: int
@@ -32,16 +32,16 @@ class LoadUnderWay:
 
 
 @dataclass(slots=True)
-class SaveUnderWay:
-    """tokens: the prefix that ends with the saved blocks, int32. pages: those being read."""
+class ActiveSave:
+    """tokens: the prefix that ends with the saved blocks, int32. pages: pages being read."""
 
     tokens: np.ndarray
     root: tuple[str, str]
     pages: np.ndarray
 
 
-class Transfers:
-    """The engine's books on the hooks. Loop thread only."""
+class EngineTransfers:
+    """Tracks the engine's operations on the hooks. Loop thread only."""
 
     def __init__(self, hooks: KVHooks, cache: PrefixCache) -> None:
         assert hooks.block_tokens % cache.page_tokens == 0
@@ -49,87 +49,87 @@ class Transfers:
         self.cache = cache
         self.block_tokens = hooks.block_tokens
         self.pages_per_block = hooks.block_tokens // cache.page_tokens
-        self.save_pages_max = int(cache.num_pages * SAVE_PAGES_SHARE)
+        self.save_pages_max = int(cache.num_pages * MAX_SAVE_PAGES_FRACTION)
         self.save_pages = 0
-        self.blocks_offered = 0
-        self.blocks_not_offered = 0
-        self._loads: dict[str, LoadUnderWay] = {}
-        self._saves: dict[int, SaveUnderWay] = {}
+        self.save_blocks = 0
+        self.save_blocks_dropped = 0
+        self._loads: dict[str, ActiveLoad] = {}
+        self._saves: dict[int, ActiveSave] = {}
         self._hashes_loading: set[bytes] = set()
         self._arriving: list[Sequence[LayerArrival]] = []
 
     @property
     def busy(self) -> bool:
-        """Some copy is under way, so some pages will come back without any step."""
+        """Whether a copy is in progress, which will free pages without a step."""
         return bool(self._loads or self._saves)
 
     def is_loading(self, request_id: str) -> bool:
-        """A copy into this request's pages may be running, also when it was aborted."""
+        """Return whether a copy into this request's pages may run, even after an abort."""
         return request_id in self._loads
 
     def blocks_useful(self, job: Job) -> int:
-        """Leading blocks of the job that could spare it at least one page."""
+        """Return the leading blocks of the job that could save it at least one page."""
         useful = -(-self.cache.useful_tokens(job) // self.block_tokens)
         return min(useful, len(job.hashes))
 
     def next_hash(self, job: Job) -> bytes | None:
-        """Hash of the first block the job lacks, when having it would spare anything."""
+        """Return the hash of the first block the job lacks, or None if a hit would save nothing."""
         first = job.computed // self.block_tokens
         if first >= self.blocks_useful(job) or job.computed >= self.cache.useful_tokens(job):
             return None
         return job.hashes[first]
 
     def match(self, job: Job, believed_tokens: int, *, can_start: bool) -> HookMatch:
-        """Ask the hooks for the blocks after what the job has attached.
+        """Match the blocks after the job's attached prefix.
 
-        PENDING also when another job is loading the very next block: it will be in the tree.
-        The tree's belief about lower tiers is corrected by the answer.
+        Also PENDING if another job is loading the next block: it will be in the tree. The result
+        corrects what the tree believes about lower tiers.
         """
         next_hash = self.next_hash(job)
         if next_hash is None:
             self.end_match(job)
             return MISS
         if next_hash in self._hashes_loading:
-            return HookMatch(Answer.PENDING)
-        found = self._ask(job, can_start=can_start)
-        if found.answer is Answer.PENDING or found.more:
+            return HookMatch(LookupStatus.PENDING)
+        found = self._match_hooks(job, can_start=can_start)
+        if found.status is LookupStatus.PENDING or found.more:
             return found
         useful_end = self.blocks_useful(job) * self.block_tokens
-        held_end = (job.computed // self.block_tokens + found.blocks) * self.block_tokens
-        if min(believed_tokens, useful_end) > max(held_end, job.computed):
-            self.cache.tree.forget_stored(job.known, job.root, max(held_end, job.computed))
+        found_end = (job.computed // self.block_tokens + found.blocks) * self.block_tokens
+        if min(believed_tokens, useful_end) > max(found_end, job.computed):
+            self.cache.tree.forget_stored(job.known, job.root, max(found_end, job.computed))
         return found
 
     def match_ahead(self, job: Job) -> HookMatch:
-        """Ask again for a running job, after what it has computed."""
+        """Match again for a running job, after its computed tokens."""
         if self.next_hash(job) is None:
             self.end_match(job)
             return MISS
-        return self._ask(job, can_start=True)
+        return self._match_hooks(job, can_start=True)
 
-    def _ask(self, job: Job, *, can_start: bool) -> HookMatch:
-        """The hooks' answer, cut to the blocks that are of use."""
+    def _match_hooks(self, job: Job, *, can_start: bool) -> HookMatch:
+        """Return the hooks' match, truncated to the useful blocks."""
         first = job.computed // self.block_tokens
         useful = self.blocks_useful(job)
         job.match_open = True
         found = self.hooks.match(job.id, job.hashes[:useful], first, can_start=can_start)
-        if found.answer is Answer.PENDING:
+        if found.status is LookupStatus.PENDING:
             return found
-        blocks = min(found.blocks, useful - first) if found.answer is Answer.HIT else 0
+        blocks = min(found.blocks, useful - first) if found.status is LookupStatus.HIT else 0
         assert len(found.tiers) >= blocks
         if not blocks:
             job.match_open = False
             return MISS
-        return HookMatch(Answer.HIT, blocks, tuple(found.tiers[:blocks]), found.more)
+        return HookMatch(LookupStatus.HIT, blocks, tuple(found.tiers[:blocks]), found.more)
 
     def end_match(self, job: Job) -> None:
-        """Nothing more is wanted for this job: asking for no blocks lets the hooks let go."""
+        """End the job's match. A match of no blocks lets the hooks release their leases."""
         if job.match_open:
             job.match_open = False
             self.hooks.match(job.id, job.hashes, len(job.hashes), can_start=True)
 
     def load(self, job: Job, found: HookMatch) -> None:
-        """Start copying the blocks just found into the job's pages, leaving out those it has."""
+        """Start copying the found blocks into the job's pages, except pages it already has."""
         first = job.computed // self.block_tokens
         end_block = first + found.blocks
         have = job.computed // self.cache.page_tokens
@@ -140,32 +140,32 @@ class Transfers:
             for index in range(first * per, end_block * per)
         ]
         job.match_open = found.more
-        self._loads[job.id] = LoadUnderWay(job, first, found.tiers)
+        self._loads[job.id] = ActiveLoad(job, first, found.tiers)
         self._hashes_loading.update(job.hashes[first:end_block])
         self.hooks.load(job.id, pages, found.blocks)
 
-    def offer(self, job: Job) -> None:
-        """Offer the blocks that became full; their pages are held until the save reports."""
-        first, end = job.offered_blocks, job.computed // self.block_tokens
+    def save_full_blocks(self, job: Job) -> None:
+        """Save the blocks that became full. Their pages are referenced until the save ends."""
+        first, end = job.saved_blocks, job.computed // self.block_tokens
         if end <= first:
             return
-        job.offered_blocks = end
-        held = job.pages[first * self.pages_per_block : end * self.pages_per_block].copy()
-        if self.save_pages + len(held) > self.save_pages_max:
-            self.blocks_not_offered += end - first
+        job.saved_blocks = end
+        pages = job.pages[first * self.pages_per_block : end * self.pages_per_block].copy()
+        if self.save_pages + len(pages) > self.save_pages_max:
+            self.save_blocks_dropped += end - first
             return
-        self.cache.pool.hold(held)
-        self.save_pages += len(held)
-        self.blocks_offered += end - first
-        save_id = self.hooks.save(job.id, job.hashes[first:end], held.tolist())
+        self.cache.pool.add_ref(pages)
+        self.save_pages += len(pages)
+        self.save_blocks += end - first
+        save_id = self.hooks.save(job.id, job.hashes[first:end], pages.tolist())
         tokens = job.tokens[: end * self.block_tokens]
-        self._saves[save_id] = SaveUnderWay(tokens, job.root, held)
+        self._saves[save_id] = ActiveSave(tokens, job.root, pages)
 
-    def poll(self, timeout_s: float) -> list[tuple[LoadUnderWay, int]]:
-        """Take in what ended; returns each ended load with the number of blocks that came."""
+    def poll(self, timeout_s: float) -> list[tuple[ActiveLoad, int]]:
+        """Process the hooks' events. Returns each ended load with its number of loaded blocks."""
         ended = []
         for event in self.hooks.poll(timeout_s):
-            if isinstance(event, Loaded):
+            if isinstance(event, LoadDone):
                 load = self._loads.pop(event.request_id)
                 blocks = len(load.tiers)
                 first = load.first_block
@@ -176,13 +176,13 @@ class Transfers:
             else:
                 save = self._saves.pop(event.save_id)
                 self.save_pages -= len(save.pages)
-                self.cache.pool.drop(save.pages)
+                self.cache.pool.drop_ref(save.pages)
                 if event.blocks:
                     self.cache.tree.mark_stored(save.tokens, save.root, len(save.tokens))
         return ended
 
     def take_arriving(self) -> list[Sequence[LayerArrival]]:
-        """Loads whose layers the next step must wait for, whoever its rows are: pages of a request
-        that ended meanwhile may be another's by then."""
+        """Return the loads whose layers the next step must wait for, whatever its rows: pages of a
+        request that has ended may belong to another."""
         arriving, self._arriving = self._arriving, []
         return arriving

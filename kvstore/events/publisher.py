@@ -1,8 +1,9 @@
-"""The sidecar's own KV events: what its L2 takes and drops, in vLLM's format, with medium "CPU".
+"""The sidecar's own KV events: blocks stored in and removed from L2, in vLLM's format.
 
-A block is named as vLLM names it, by the low 64 bits of its hash, whatever tensor-parallel rank,
-model or tenant it is of: it is there from the first that is stored until the last is dropped. So a
-router that indexes vLLM's events can weigh the node's host memory too.
+The medium is "CPU". A block has vLLM's name, the low 64 bits of its hash. Blocks of different
+tensor-parallel ranks, models or tenants can have the same name. Such a name is stored from its
+first block until its last block is removed. A router that indexes vLLM's events can so take the
+node's host memory into account.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
 from kvstore.blocks.key import Key
-from kvstore.cache.event_queue import Changes, Told
+from kvstore.cache.event_queue import L2EventBatch, L2EventQueue
 from kvstore.events.codec import (
     AllBlocksCleared,
     Batch,
@@ -27,46 +28,46 @@ from kvstore.events.codec import (
 
 log = logging.getLogger(__name__)
 
-EVERY_S: Final = 0.05
+INTERVAL_S: Final = 0.05
 MEDIUM: Final = "CPU"
-NAMES_MAX: Final = 1 << 16
-"""Blocks named in one event."""
+MAX_NAMES: Final = 1 << 16
+"""Maximum number of blocks in one event."""
 GROUP_BYTES: Final = 4
 KEY_LENGTHS: Final = (16 + GROUP_BYTES, 32 + GROUP_BYTES)
-"""Of what vLLM's offloading calls its units: a block's hash, then its KV group, big-endian."""
+"""Lengths of vLLM's offload keys: a block's hash, then its KV group, big-endian."""
 
 
 def name_of(key: Key) -> tuple[int, int]:
-    """The name in events, and the KV group."""
+    """A block's name in events, and its KV group."""
     if len(key.hash) in KEY_LENGTHS:
         group = int.from_bytes(key.hash[-GROUP_BYTES:], "big")
         return short_name(key.hash[:-GROUP_BYTES]), group
     return short_name(key.hash), 0
 
 
-class Names:
-    """Blocks by name, each counted: several ranks, models or tenants may share one."""
+class BlockNames:
+    """Counts blocks by name: several ranks, models or tenants may have the same name."""
 
     def __init__(self) -> None:
-        self._held: Counter[tuple[int, int]] = Counter()
+        self._counts: Counter[tuple[int, int]] = Counter()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._counts)
 
-    def events(self, told: Told) -> list[Event]:
-        """What these changes mean, as events."""
+    def events(self, batch: L2EventBatch) -> list[Event]:
+        """Apply a batch of L2 events. Returns the events to publish."""
         events: list[Event] = []
-        if told.whole:
-            self._held.clear()
+        if batch.is_snapshot:
+            self._counts.clear()
             events.append(AllBlocksCleared())
         before: dict[tuple[int, int], bool] = {}
-        for key, there in told.changes:
+        for key, cached in batch.events:
             name = name_of(key)
-            before.setdefault(name, name in self._held)
-            self._held[name] += 1 if there else -1
-            assert self._held[name] >= 0, "a block went that had not come"
-            if not self._held[name]:
-                del self._held[name]
+            before.setdefault(name, name in self._counts)
+            self._counts[name] += 1 if cached else -1
+            assert self._counts[name] >= 0, "a block was removed that was never stored"
+            if not self._counts[name]:
+                del self._counts[name]
         for group, names in _by_group(n for n, was in before.items() if was and not self._has(n)):
             events += [BlockRemoved(part, MEDIUM, group) for part in _parts(names)]
         for group, names in _by_group(n for n, was in before.items() if not was and self._has(n)):
@@ -74,31 +75,31 @@ class Names:
         return events
 
     def _has(self, name: tuple[int, int]) -> bool:
-        return name in self._held
+        return name in self._counts
 
 
 class Sink(Protocol):
-    """Where batches go: `event_sockets.Publisher`."""
+    """Sends batches: `zmq.Publisher`."""
 
     def publish(self, batch: Batch) -> None:
         """Send a batch, without waiting."""
 
 
-class L2Events:
-    """A thread that publishes. lock: the brain's, under which `changes` is read."""
+class L2EventPublisher:
+    """A thread that publishes L2's events. lock: the L2 manager's, for reading `queue`."""
 
-    def __init__(self, changes: Changes, lock: AbstractContextManager[Any], sink: Sink) -> None:
-        self._changes, self._lock, self._sink = changes, lock, sink
-        self._names = Names()
+    def __init__(self, queue: L2EventQueue, lock: AbstractContextManager[Any], sink: Sink) -> None:
+        self._queue, self._lock, self._sink = queue, lock, sink
+        self._names = BlockNames()
         self._counts: Counter[str] = Counter()
         self._stopping = threading.Event()
         with lock:
-            changes.listen()
+            queue.start()
         self._thread = threading.Thread(target=self._run, name="l2-events", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Publish the last changes, and end the thread."""
+        """Publish the last events, and end the thread."""
         self._stopping.set()
         self._thread.join()
 
@@ -107,18 +108,18 @@ class L2Events:
         return {"blocks": len(self._names), **self._counts}
 
     def _run(self) -> None:
-        while not self._stopping.wait(EVERY_S):
+        while not self._stopping.wait(INTERVAL_S):
             self._publish()
         self._publish()
 
     def _publish(self) -> None:
         with self._lock:
-            told = self._changes.take()
-        events = self._names.events(told)
+            batch = self._queue.drain()
+        events = self._names.events(batch)
         if events:
             self._sink.publish(Batch(time.time(), tuple(events)))
             self._counts["batches"] += 1
-            self._counts["told_anew"] += told.whole
+            self._counts["snapshots"] += batch.is_snapshot
 
 
 def _by_group(names: Any) -> list[tuple[int, list[int]]]:
@@ -129,4 +130,4 @@ def _by_group(names: Any) -> list[tuple[int, list[int]]]:
 
 
 def _parts(names: list[int]) -> list[tuple[int, ...]]:
-    return [tuple(names[at : at + NAMES_MAX]) for at in range(0, len(names), NAMES_MAX)]
+    return [tuple(names[at : at + MAX_NAMES]) for at in range(0, len(names), MAX_NAMES)]

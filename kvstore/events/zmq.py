@@ -1,8 +1,8 @@
 """KV events over ZeroMQ, as vLLM sends them: three frames, `[topic, number, batch]`.
 
-The number counts a publisher's batches, in 8 bytes, big-endian. A publisher can be asked again for
-what was lost (`replay`): a request of one number answers with every later batch it still has, and
-then with the number -1.
+The number counts a publisher's batches, in 8 bytes, big-endian. A subscriber that lost batches can
+request them (`replay`). The request is a number. The answer is every batch from that number on that
+the publisher still has, and then the number -1.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from kvstore.events.engine_index import EngineIndex
 
 log = logging.getLogger(__name__)
 
-QUEUED_MAX: Final = 10_000
-"""Batches a subscriber or a publisher holds in its socket; later ones are lost, and seen as a
+MAX_QUEUED: Final = 10_000
+"""Maximum batches in the socket of a subscriber or publisher; later ones are lost, and seen as a
 gap."""
 REPLAY_BATCHES: Final = 10_000
 POLL_MS: Final = 200
 PING_MS: Final = 5000
-"""How often a subscriber asks whether an engine's host is still there; as long it waits."""
+"""Interval of a subscriber's pings to an engine's host, and the longest wait for an answer."""
 NUMBER_BYTES: Final = 8
 END_OF_REPLAY: Final = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 
 class Subscriber:
-    """Listens to engines, each at its endpoint, and keeps an index of what they hold. Of one that
-    is gone nothing is kept: what it held went with it.
+    """Receives the events of engines, each at its endpoint, and applies them to an index.
+
+    When an engine's connection ends, its blocks are dropped from the index.
 
     Raises:
-        ConfigError: an endpoint that is none.
+        ConfigError: an endpoint is invalid.
     """
 
     def __init__(self, endpoints: Sequence[str], index: EngineIndex, *, topic: str = "") -> None:
@@ -47,7 +48,7 @@ class Subscriber:
         self._poller = zmq.Poller()
         self._engines: dict[Any, str] = {}
         self._monitors: dict[Any, Any] = {}
-        self._refused: set[str] = set()
+        self._warned: set[str] = set()
         self._stopping = threading.Event()
         try:
             for endpoint in endpoints:
@@ -67,7 +68,7 @@ class Subscriber:
     def _connect(self, endpoint: str, topic: str) -> None:
         socket = self._context.socket(zmq.SUB)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, QUEUED_MAX)
+        socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)
         socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
         self._engines[socket] = endpoint
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -76,8 +77,8 @@ class Subscriber:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"cannot listen to KV events at {endpoint!r}: {error.strerror}; an endpoint like "
-                "'tcp://127.0.0.1:5557' is right"
+                f"cannot listen to KV events at {endpoint!r}: {error.strerror}; "
+                "use an endpoint like 'tcp://127.0.0.1:5557'"
             ) from None
         socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._poller.register(socket, zmq.POLLIN)
@@ -87,19 +88,19 @@ class Subscriber:
         while not self._stopping.is_set():
             for socket, _ in self._poller.poll(POLL_MS):
                 if socket in self._monitors:
-                    self._forget(socket)
+                    self._on_disconnect(socket)
                 else:
                     self._receive(socket)
 
-    def _forget(self, monitor: Any) -> None:
-        """A connection is gone, and with it what it told, some of which may not be read yet."""
+    def _on_disconnect(self, monitor: Any) -> None:
+        """Read the last messages of a closed connection, and drop the engine's blocks."""
         monitor.recv_multipart()
         socket = self._monitors[monitor]
-        for _ in range(QUEUED_MAX):
+        for _ in range(MAX_QUEUED):
             if not socket.poll(0):
                 break
             self._receive(socket)
-        self._index.forget(self._engines[socket])
+        self._index.remove_engine(self._engines[socket])
 
     def _receive(self, socket: Any) -> None:
         engine = self._engines[socket]
@@ -110,16 +111,18 @@ class Subscriber:
             return
         try:
             if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
-                raise FrameInvalid("a message of events has three frames: topic, number, batch")
-            self._index.take(engine, int.from_bytes(frames[1], "big"), decode(frames[2]))
+                raise FrameInvalid("event message must have three frames: topic, number, batch")
+            self._index.apply(engine, int.from_bytes(frames[1], "big"), decode(frames[2]))
         except FrameInvalid as error:
-            if engine not in self._refused:
-                self._refused.add(engine)
-                log.warning("KV events of %s that cannot be read: %s", engine, error)
+            if engine not in self._warned:
+                self._warned.add(engine)
+                log.warning("KV events of %s: invalid message dropped: %s", engine, error)
         except Exception:
-            # One message must not end the listening to all engines.
-            log.exception("KV events of %s: what it holds is forgotten", engine)
-            self._index.forget(engine)
+            # An error in one message must not end the subscriber.
+            log.exception(
+                "KV events of %s: internal error; its blocks are dropped from the index", engine
+            )
+            self._index.remove_engine(engine)
 
     def _close_sockets(self) -> None:
         for monitor, socket in self._monitors.items():
@@ -131,13 +134,14 @@ class Subscriber:
 
 
 class Publisher:
-    """Publishes batches at an endpoint. `publish` may be called from any one thread, and never
-    waits: what a slow subscriber has no room for is lost to it.
+    """Publishes batches at an endpoint. Call `publish` from one thread only.
 
-    replay: a second endpoint that answers requests for what was lost; "": none.
+    `publish` never waits, so a slow subscriber loses batches when its queue is full.
+
+    replay: a second endpoint that answers requests for lost batches; "": none.
 
     Raises:
-        ConfigError: an endpoint that cannot be bound.
+        ConfigError: an endpoint cannot be bound.
     """
 
     def __init__(self, endpoint: str, *, topic: str = "", replay: str = "") -> None:
@@ -152,10 +156,10 @@ class Publisher:
             self.endpoint = _bind(self._socket, endpoint)
             self.replay_endpoint = ""
             if replay:
-                asked = self._context.socket(zmq.ROUTER)
-                self.replay_endpoint = _bind(asked, replay)
+                router = self._context.socket(zmq.ROUTER)
+                self.replay_endpoint = _bind(router, replay)
                 self._thread = threading.Thread(
-                    target=self._answer, args=(asked,), name="kv-events-replay", daemon=True
+                    target=self._run_replay, args=(router,), name="kv-events-replay", daemon=True
                 )
                 self._thread.start()
         except BaseException:
@@ -179,32 +183,32 @@ class Publisher:
         self._socket.close(linger=0)
         self._context.term()
 
-    def _answer(self, asked: Any) -> None:
-        """The thread of replays."""
+    def _run_replay(self, router: Any) -> None:
+        """The thread that answers replay requests."""
         while not self._stopping.is_set():
-            if not asked.poll(POLL_MS):
+            if not router.poll(POLL_MS):
                 continue
-            frames = asked.recv_multipart()
+            frames = router.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != NUMBER_BYTES:
                 continue
             first = int.from_bytes(frames[2], "big")
             for number, payload in list(self._kept):
                 if number >= first:
                     head = [frames[0], b"", self._topic, number.to_bytes(NUMBER_BYTES, "big")]
-                    asked.send_multipart([*head, payload])
-            asked.send_multipart([frames[0], b"", self._topic, END_OF_REPLAY, b""])
-        asked.close(linger=0)
+                    router.send_multipart([*head, payload])
+            router.send_multipart([frames[0], b"", self._topic, END_OF_REPLAY, b""])
+        router.close(linger=0)
 
 
 def _bind(socket: Any, endpoint: str) -> str:
-    """Bind it; where it is bound (a port 0 becomes a number)."""
+    """Bind a socket. Returns its endpoint, in which a port 0 is replaced by the actual port."""
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, QUEUED_MAX)
+    socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"cannot publish KV events at {endpoint!r}: {error.strerror}; an endpoint like "
-            "'tcp://*:5557' is right"
+            f"cannot publish KV events at {endpoint!r}: {error.strerror}; "
+            "use an endpoint like 'tcp://*:5557'"
         ) from None
     return str(socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\x00"))

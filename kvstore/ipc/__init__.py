@@ -1,1 +1,1 @@
-"""The engine's side of the sidecar: messages, the connection, a client with the store interface."""
+"""The client side of the sidecar: messages, connection, and a client with the store interface."""

@@ -1,44 +1,46 @@
-"""What an engine's client and the node's sidecar say to each other over a Unix socket.
+"""The messages between an engine's client and the node's sidecar, over a Unix socket.
 
-Plans only: slot numbers, tier names, hashes. Block bytes never travel here; they lie in the slab,
-whose file descriptor the sidecar passes once, with its welcome.
+Messages are control messages only: slot numbers, tier names, hashes. Block bytes stay in the slab.
+The sidecar passes the slab's file descriptor once, with WELCOME.
 
 A message is four bytes of length (little endian) and that many bytes of msgpack: an array whose
-first element is a `Verb`. The client speaks first:
+first element is a `MessageType`. The client sends the first message:
 
-    [HELLO, {version, namespace, digest, token, client, pid, route}]      route may be left out
+    [HELLO, {version, namespace, digest, token, client, pid, route}]
+                                 token: auth token; route: traffic label, optional
                          -> [WELCOME, {version, slots, slot_bytes, session, salt}]
-                            + the file descriptors of the slab and of the catalogue (`catalog`),
-                            of which `salt` finds this client's blocks
-                         -> [REFUSED, text, again]    and the server hangs up; again: it may
-                                                      be worth another try later
-    [MATCH | LOAD | SAVE, ticket, [hash, ...]]
-                         -> [UPDATE, ticket, done, fault, ...]   as often as the ticket moves
-    [COMMIT, ticket, grants]     grants: how many the client saw and filled; if the server granted
-                                 another number (its answer came after the client gave up), the
-                                 server releases instead of publishing slots nobody filled
-    [RELEASE, ticket]
-    [ASKED, [hash, ...]]         a run that was asked for, and answered by the catalogue
-    [PING, number]       -> [PONG, number]        everything sent before has been handled
-    [STATS_ASK, token]   -> [STATS, {...}]        instead of a hello; then the server hangs up
-    [BYE]                the client has no copy running and will hang up
+                            + file descriptors of the slab and of the shared index; salt: seed of
+                            this client's hashes in the shared index
+                         -> [REJECTED, reason, retryable]   then the server closes the connection
+    [MATCH | LOAD | SAVE, id, [hash, ...]]
+                         -> [UPDATE, id, done, fault, ...]   each time the operation changes
+    [COMMIT, id, count]          count: slot assignments that the client has seen and filled. If the
+                                 server assigned another number (its answer came after the client's
+                                 timeout), it releases the slots instead of publishing unfilled ones
+    [RELEASE, id]
+    [LOOKUP_REPORT, [hash, ...]] a lookup that the client answered from the shared index
+    [PING, number]       -> [PONG, number]   all earlier messages have been handled
+    [STATS_REQUEST, token] -> [STATS, {...}] instead of HELLO; then the server closes the connection
+    [GOODBYE]                    the client has no copy running and will close the connection
 
-An UPDATE carries what is new since the last one, after `fault`: of a match `[tier, ...],
-[index, ...]` (the second: what is held behind the run, once done); of a load `[tier, ...],
-[slot, ...]`; of a save `[index, slot, index, slot, ...], dropped`.
+An UPDATE carries only additions since the last one, after `fault`. For a match: `[tier, ...],
+[index, ...]` (the indices of cached blocks beyond the gap, once done). For a load: `[tier, ...],
+[slot, ...]`. For a save: `[index, slot, index, slot, ...], dropped`.
 
-Ticket numbers are the client's. A match ends with its done; a load or save with commit or release.
-An update for a ticket the client has already handed back is ignored by it.
+The client chooses the operation ids. A match ends when it is done. A load or save ends with COMMIT
+or RELEASE. The client ignores an update for an operation that has ended.
 
-**The safety rule.** A slot leased to a client may be under copy at any moment, and the sidecar
-cannot see it. The proof that none can run any more is the client's word (a BYE), or its end: the
-memory of the process is gone before the kernel closes its sockets, and its device has let go of the
-slab once the process itself has ended. Hence: the client never closes its socket while a ticket
-with slots is outstanding, except by dying; and the server frees a client's leases at the end of its
-connection and at no other time: after a hang-up without a BYE it waits for the end of the process
-that connected, wherever the system shows it. A client that sends garbage, or does not read its
-answers, is not read any more, and keeps its leases until it dies. (A process forked from a client
-inherits both the socket and the mapping, so the rule holds for it too.)
+**The safety rule.** A client may copy to or from its leased slots at any moment, and the sidecar
+cannot see that. Only two things prove that no copy can still run: the client's GOODBYE, or the end
+of its process. The kernel frees a process's memory before it closes its sockets, and a device stops
+accessing the slab once the process has ended.
+
+Therefore the client never closes its socket while an operation with slots is open, except when its
+process dies. The server frees a client's leases only at the end of the connection. If the
+connection ends without GOODBYE, the server first waits for the end of the client's process, if the
+system shows it. If a client sends invalid messages or does not read its answers, the server stops
+reading from it, and the client keeps its leases until its process ends. A process forked from a
+client inherits the socket and the mapping, so the rule covers it too.
 """
 
 from __future__ import annotations
@@ -59,26 +61,26 @@ PROTOCOL_VERSION: Final = 2
 
 MAX_MESSAGE_BYTES: Final = 8 << 20
 MAX_HELLO_BYTES: Final = 16 << 10
-"""Bound on the first message of a connection, before anybody has shown a token."""
+"""Maximum size of the first message of a connection, before authentication."""
 MAX_HASHES: Final = 65_536
-"""Hashes in one verb: a million tokens in blocks of 16."""
+"""Maximum number of hashes in one request: a million tokens in blocks of 16."""
 MAX_HASH_BYTES: Final = 64
-MAX_TICKETS: Final = 4_096
-"""Tickets a client keeps outstanding; the server takes twice as many, for those the client has
-given up and the server has not heard of yet."""
-MOVED_MAX: Final = 2 * MAX_TICKETS
-"""Tickets a client keeps for a poll; of a caller that never polls, the oldest are let go."""
+MAX_OPERATIONS: Final = 4_096
+"""Maximum number of open operations of a client. The server accepts twice as many: some may have
+timed out in the client before the server has read their RELEASE."""
+MAX_UNPOLLED: Final = 2 * MAX_OPERATIONS
+"""Operations kept for `poll`. If the caller never polls, the oldest are dropped."""
 RECEIVE_BYTES: Final = 256 << 10
 
 _LENGTH = struct.Struct("<I")
 
 
-class Verb(enum.IntEnum):
+class MessageType(enum.IntEnum):
     """First element of every message."""
 
     HELLO = 1
     WELCOME = 2
-    REFUSED = 3
+    REJECTED = 3
     MATCH = 4
     LOAD = 5
     SAVE = 6
@@ -87,14 +89,14 @@ class Verb(enum.IntEnum):
     UPDATE = 9
     PING = 10
     PONG = 11
-    STATS_ASK = 12
+    STATS_REQUEST = 12
     STATS = 13
-    BYE = 14
-    ASKED = 15
+    GOODBYE = 14
+    LOOKUP_REPORT = 15
 
 
-class Malformed(KVStoreError):
-    """Bytes on the socket that are no message of this protocol."""
+class MalformedMessage(KVStoreError):
+    """Bytes on the socket that are not a valid message of this protocol."""
 
 
 def pack(*message: Any) -> bytes:
@@ -105,45 +107,47 @@ def pack(*message: Any) -> bytes:
 
 
 class Receiver:
-    """Cuts what arrives on a stream socket into messages."""
+    """Splits the bytes of a stream socket into messages."""
 
     def __init__(self, sock: socket.socket, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._sock = sock
         self._buffer = bytearray()
         self._start = 0
         self.max_bytes = max_bytes
-        """Longest message taken; may be raised once the peer is known."""
+        """Maximum message size. The server raises it after authentication."""
 
     def read(self) -> list[Any] | None:
         """The next message; None at the end of the stream.
 
         Raises:
-            Malformed: what came is no message; the stream cannot be read on.
+            MalformedMessage: invalid bytes; the rest of the stream cannot be read.
             TimeoutError: the socket's receive timeout (SO_RCVTIMEO) passed; call again.
             OSError: the connection broke.
         """
-        while (message := self._cut()) is None:
+        while (message := self._next_message()) is None:
             try:
                 data = self._sock.recv(RECEIVE_BYTES)
             except BlockingIOError:
-                raise TimeoutError("nothing came") from None
+                raise TimeoutError("no data received") from None
             if not data:
                 return None
             self.feed(data)
         return message
 
     def feed(self, data: bytes) -> None:
-        """Take bytes that were received elsewhere (with a file descriptor, say)."""
+        """Add bytes that were received elsewhere (with file descriptors)."""
         self._buffer += data
 
-    def _cut(self) -> list[Any] | None:
-        """The next whole message of the buffer, or None."""
-        have = len(self._buffer) - self._start
-        if have < _LENGTH.size:
+    def _next_message(self) -> list[Any] | None:
+        """The next complete message in the buffer, or None."""
+        available = len(self._buffer) - self._start
+        if available < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._buffer, self._start)
         if length > self.max_bytes:
-            raise Malformed(f"a message of {length} bytes; at most {self.max_bytes} are taken")
+            raise MalformedMessage(
+                f"message of {length} bytes exceeds the maximum of {self.max_bytes}"
+            )
         end = self._start + _LENGTH.size + length
         if len(self._buffer) < end:
             return None
@@ -159,81 +163,86 @@ class Receiver:
         return message
 
 
-def hello(namespace: Namespace, token: str | None, client: str, pid: int, route: str = "") -> bytes:
-    """The client's first message."""
+def pack_hello(
+    namespace: Namespace, auth_token: str | None, client: str, pid: int, traffic_label: str = ""
+) -> bytes:
+    """The HELLO message of a client."""
     about = {
         "version": PROTOCOL_VERSION,
         "namespace": asdict(namespace),
         "digest": namespace.digest,
-        "token": token,
+        "token": auth_token,
         "client": client,
         "pid": pid,
-        **({"route": route} if route else {}),
+        **({"route": traffic_label} if traffic_label else {}),
     }
-    packed = pack(Verb.HELLO, about)
-    if len(packed) > MAX_HELLO_BYTES:
+    message = pack(MessageType.HELLO, about)
+    if len(message) > MAX_HELLO_BYTES:
         raise ConfigError(
-            f"a hello of {len(packed)} bytes; model and token must fit in {MAX_HELLO_BYTES}"
+            f"HELLO has {len(message)} bytes; model name and auth token must fit in "
+            f"{MAX_HELLO_BYTES}"
         )
-    return packed
+    return message
 
 
-def namespace_of(about: dict[str, Any]) -> Namespace:
-    """The namespace a hello speaks of.
+def parse_namespace(about: dict[str, Any]) -> Namespace:
+    """The namespace in a HELLO message.
 
-    Raises ConfigError: another protocol version, a spec this version cannot read, or one that
-    contradicts the digest sent with it (the two sides would name the same bytes differently).
+    Raises ConfigError: another protocol version, unknown namespace fields, or a digest that does
+    not match the namespace (both sides would use different keys for the same bytes).
     """
     if about.get("version") != PROTOCOL_VERSION:
         raise ConfigError(
-            f"the client speaks protocol {about.get('version')!r}, the sidecar {PROTOCOL_VERSION}; "
-            "run the same kvstore on both sides"
+            f"the client uses protocol version {about.get('version')!r}, the sidecar "
+            f"{PROTOCOL_VERSION}; run the same kvstore version on both sides"
         )
     spec = about.get("namespace")
     known = {field.name: field for field in fields(Namespace)}
     if not isinstance(spec, dict) or set(spec) != set(known):
-        raise ConfigError("the hello's namespace does not have the fields this sidecar knows")
+        raise ConfigError(
+            "HELLO: the fields of the namespace are not those of this sidecar's version"
+        )
     for name, value in spec.items():
-        kind = str(known[name].type)
-        right = isinstance(value, int) and type(value) is not bool
-        if kind.startswith("int"):
-            right = right or (value is None and "None" in kind)
+        type_name = str(known[name].type)
+        valid = isinstance(value, int) and type(value) is not bool
+        if type_name.startswith("int"):
+            valid = valid or (value is None and "None" in type_name)
         else:
-            right = isinstance(value, str)
-        if not right:
-            raise ConfigError(f"the hello's namespace has {name} = {value!r}, which is no {kind}")
+            valid = isinstance(value, str)
+        if not valid:
+            raise ConfigError(f"HELLO: namespace field {name} must be {type_name} (got {value!r})")
     namespace = Namespace(**spec)
     if about.get("digest") != namespace.digest:
         raise ConfigError(
-            f"the client's namespace contradicts its digest: {about.get('digest')!r} was said, "
-            f"{namespace.digest!r} is the digest of the spec; run the same kvstore on both sides"
+            f"the client's digest {about.get('digest')!r} does not match its namespace "
+            f"({namespace.digest!r}); run the same kvstore version on both sides"
         )
     return namespace
 
 
 def check_hashes(value: Any) -> Sequence[bytes]:
-    """The hashes of a verb, or Malformed."""
+    """The hashes of a request. Raises MalformedMessage."""
     if type(value) is not list or not len(value) <= MAX_HASHES:
-        raise Malformed(f"a verb takes a list of at most {MAX_HASHES} hashes")
+        raise MalformedMessage(f"expected a list of at most {MAX_HASHES} hashes")
     for item in value:
         if type(item) is not bytes or not 1 <= len(item) <= MAX_HASH_BYTES:
-            raise Malformed(f"a hash is 1 to {MAX_HASH_BYTES} bytes")
+            raise MalformedMessage(f"a hash must be 1 to {MAX_HASH_BYTES} bytes")
     return value
 
 
 def check_number(value: Any) -> int:
-    """A ticket number or a count, or Malformed."""
+    """An operation id or a count. Raises MalformedMessage."""
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise Malformed("a number that is none")
+        raise MalformedMessage(f"expected a non-negative integer, got {repr(value)[:40]}")
     return value
 
 
 def _unpack(body: memoryview) -> list[Any]:
-    """Decode one message; every way in which msgpack can refuse is Malformed."""
+    """Decode one message. Raises MalformedMessage for every error of msgpack."""
     try:
         message = msgpack.unpackb(body, raw=False, strict_map_key=False)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise Malformed(f"unreadable: {error}") from None
+        raise MalformedMessage(f"unreadable: {error}") from None
     if type(message) is not list or not message or type(message[0]) is not int:
-        raise Malformed("a message is an array that begins with a verb")
+        raise MalformedMessage("a message must be an array that starts with a message type")
     return message

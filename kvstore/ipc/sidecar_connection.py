@@ -1,8 +1,8 @@
-"""One connection of a client to the sidecar: dialled, welcomed, mapped, and let go of in order.
+"""One connection of a client to the sidecar: handshake, slab mapping, sending and closing.
 
-`client.Client` holds one at a time and dials the next when it ends. Sending never blocks the
-caller: what the socket does not take at once waits for the link's writer thread. Nor does letting
-go of a link: unmapping a large slab takes seconds, and the writer does it as its last deed.
+`client.Client` has one connection at a time and opens the next when it ends. Sending never blocks
+the caller: bytes that the socket does not accept at once wait for the writer thread. Closing does
+not block either: unmapping a large slab takes seconds, and the writer thread does it last.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ from typing import Any, Final
 
 from kvstore.blocks.key import Namespace
 from kvstore.errors import ConfigError, TierUnavailable
-from kvstore.interface import Load, Match, Save, Ticket
 from kvstore.ipc.protocol import (
     MAX_HASHES,
     PROTOCOL_VERSION,
-    Malformed,
+    MalformedMessage,
+    MessageType,
     Receiver,
-    Verb,
     check_number,
-    hello,
     pack,
+    pack_hello,
 )
-from kvstore.shm.shared_index import CatalogView
+from kvstore.shm.shared_index import SharedIndexView
 from kvstore.shm.slab import Slab
 
 MAX_OUTBOUND_BYTES: Final = 16 << 20
-"""Bytes waiting for the writer above which a client asks nothing new. Hand-backs still pass: there
-are no more of them than outstanding tickets."""
-NOTES_DUE: Final = 16
-"""Runs answered by the catalogue that wait for the next verb; with more, the writer sends them."""
-NOTES_MAX: Final = 256
-"""Such runs kept while the sidecar is slow to read; the oldest are let go."""
-SHOWN: Final = "l2"
-"""The tier of what the catalogue shows."""
+"""Queued outbound bytes above which a client sends no new requests. COMMIT and RELEASE are still
+sent: their number is bounded by the open operations."""
+LOOKUP_REPORT_BATCH: Final = 16
+"""Lookup reports that wait for the next request. The writer sends a full batch at once."""
+MAX_LOOKUP_REPORTS: Final = 256
+"""Lookup reports kept while the sidecar is slow to read; the oldest are dropped."""
+L2: Final = "l2"
+"""The tier of blocks in the shared index."""
 
 
-class NoSlab:
-    """Behind tickets that were never asked of a sidecar: they name no slots."""
+class EmptySlab:
+    """The slab of operations that were never sent to a sidecar. It has no slots."""
 
     slots = 0
     slot_bytes = 0
 
     def view(self, slot: int) -> memoryview:
-        raise AssertionError(f"slot {slot} of no slab")
+        raise AssertionError(f"slot {slot} of an empty slab")
 
 
-NO_SLAB = NoSlab()
+EMPTY_SLAB = EmptySlab()
 
 
-class Link:
-    """A connection that has been welcomed.
+class SidecarConnection:
+    """A connection after its handshake.
 
-    slab: the sidecar's slab, mapped here.
-    alive: the stream still stands; False once its reader met its end.
-    hung: the other side has been silent past the limit; it may speak again.
-    catalog: what the sidecar shows to all; None where it shows nothing.
-    unheard: the last ticket number given out before the latest commit, until the sidecar has
-        answered a later one: it has handled the commit then.
-    holders: tickets with slots that have not been handed back. The safety rule of `protocol`:
-        `finish` is called at zero and never before.
+    slab: the sidecar's slab, mapped into this process.
+    alive: the stream is open; False once its reader has reached the end.
+    unresponsive: no message for longer than the timeout; the sidecar may still recover.
+    shared_index: the sidecar's shared index of L2; None if it has none.
+    unacked_commit: the highest operation id before the latest commit. None once the sidecar has
+        answered a later operation, because then it has handled the commit.
+    open_operations: operations with slots that are not yet released or committed. The safety rule
+        of `protocol`: `close` is called only when this is zero.
 
-    Raises RuntimeError: the system has no room for one more thread. Nothing is taken over.
+    Raises RuntimeError: the system cannot start another thread. The caller keeps the socket and
+    the slab.
     """
 
     def __init__(
@@ -77,31 +77,33 @@ class Link:
         receiver: Receiver,
         slab: Slab,
         session: int,
-        catalog: CatalogView | None = None,
+        shared_index: SharedIndexView | None = None,
     ) -> None:
         self.sock = sock
         self.receiver = receiver
         self.slab = slab
         self.session = session
-        self.catalog = catalog
-        self.unheard: int | None = None
+        self.shared_index = shared_index
+        self.unacked_commit: int | None = None
         self.alive = True
-        self.hung = False
-        self.holders = 0
+        self.unresponsive = False
+        self.open_operations = 0
         self.waiting_since_s: float | None = None
-        self.pinged = False
+        self.ping_sent = False
         self.outbound_bytes = 0
-        self._notes: deque[Callable[[], Sequence[bytes]]] = deque(maxlen=NOTES_MAX)
+        self._lookup_reports: deque[Callable[[], Sequence[bytes]]] = deque(
+            maxlen=MAX_LOOKUP_REPORTS
+        )
         self._pending: deque[bytes] = deque()
         self._writing = False
         self._broken = False
-        self._finished = False
+        self._closing = False
         self._out = threading.Condition()
         self._writer = threading.Thread(target=self._write, name="kvstore-writer", daemon=True)
         self._writer.start()
 
     def send(self, data: bytes) -> None:
-        """Send in order, without waiting. A broken stream is the reader's to notice."""
+        """Send in order, without blocking. The reader thread handles a broken stream."""
         with self._out:
             if self._broken:
                 return
@@ -120,19 +122,19 @@ class Link:
             self._out.notify()
 
     def _write(self) -> None:
-        """The writer: sends what the socket did not take at once; ends the link when told to, and
-        only once everything is sent or the stream is broken."""
+        """The writer thread: sends queued bytes. After `close`, it closes the socket and unmaps the
+        slab once everything is sent or the stream is broken."""
         while True:
             with self._out:
                 self._writing = False
-                while not (self._finished or self._pending or self._notes_due()):
+                while not (self._closing or self._pending or self._reports_due()):
                     self._out.wait()
-                if not self._pending and not self._notes_due():
+                if not self._pending and not self._reports_due():
                     break
                 data = self._pending.popleft() if self._pending else b""
                 self._writing = True
             try:
-                self.sock.sendall(data or self.noted())
+                self.sock.sendall(data or self.drain_lookup_reports())
             except OSError:
                 with self._out:
                     self._pending.clear()
@@ -143,137 +145,145 @@ class Link:
         self.sock.close()
         self.slab.close()
 
-    def known(self, hashes: Sequence[bytes]) -> int | None:
-        """Length of the run as the catalogue tells it; None where the sidecar has to be asked: for
-        what lies in a tier, and for what a commit of ours, still under way, may have changed."""
-        if self.catalog is None or not hashes:
+    def cached_prefix_len(self, hashes: Sequence[bytes]) -> int | None:
+        """Length of the cached prefix according to the shared index. None if only the sidecar
+        knows: the next block may be in a tier, or may belong to an unacknowledged commit."""
+        if self.shared_index is None or not hashes:
             return None
-        run = self.catalog.run(hashes)
-        certain = run == len(hashes) or self.lacks(hashes[run])
-        return run if certain else None
+        prefix_len = self.shared_index.cached_prefix_len(hashes)
+        certain = prefix_len == len(hashes) or self.is_absent(hashes[prefix_len])
+        return prefix_len if certain else None
 
-    def known_of(self, joined: bytes, size: int) -> int | None:
-        """`known` of hashes of `size` bytes each (see `CatalogView.run_of`), one after another."""
-        if self.catalog is None or not joined:
+    def cached_prefix_len_packed(self, joined: bytes, size: int) -> int | None:
+        """`cached_prefix_len` of concatenated hashes of `size` bytes each."""
+        if self.shared_index is None or not joined:
             return None
-        run = self.catalog.run_of(joined, size)
-        end = run * size
-        certain = end == len(joined) or self.lacks(joined[end : end + size])
-        return run if certain else None
+        prefix_len = self.shared_index.cached_prefix_len_packed(joined, size)
+        end = prefix_len * size
+        certain = end == len(joined) or self.is_absent(joined[end : end + size])
+        return prefix_len if certain else None
 
-    def lacks(self, name: bytes) -> bool:
-        """Whether the catalogue says that this block is nowhere; False says nothing."""
-        return self.unheard is None and self.catalog is not None and self.catalog.absent(name)
+    def is_absent(self, name: bytes) -> bool:
+        """True if the block is certainly in no tier. False if it may be in one."""
+        if self.unacked_commit is not None or self.shared_index is None:
+            return False
+        return self.shared_index.is_absent(name)
 
-    def states(self, hashes: Sequence[bytes]) -> list[bool | None]:
-        """For each block whether the catalogue shows it, or says that it is nowhere; None where it
-        knows of neither."""
-        catalog = self.catalog
-        if catalog is None:
+    def block_states(self, hashes: Sequence[bytes]) -> list[bool | None]:
+        """For each block: True if it is in L2, False if it is certainly in no tier, else None."""
+        shared_index = self.shared_index
+        if shared_index is None:
             return [None] * len(hashes)
         states: list[bool | None] = []
         for name in hashes:
-            if self.lacks(name):
+            if self.is_absent(name):
                 states.append(False)
             else:
-                states.append(catalog.shows(name) or None)
+                states.append(shared_index.contains(name) or None)
         return states
 
-    def note(self, run: Callable[[], Sequence[bytes]]) -> None:
-        """Keep a run that the catalogue answered until the next verb, or until there are many: the
-        caller, who asked because that costs nothing, does not pack them."""
-        self._notes.append(run)
-        if len(self._notes) >= NOTES_DUE:
+    def queue_lookup_report(self, get_hashes: Callable[[], Sequence[bytes]]) -> None:
+        """Queue the report of a lookup that the shared index answered. It is sent with the next
+        request or in a full batch.
+
+        get_hashes: called when the report is sent, so that the lookup itself stays cheap.
+        """
+        self._lookup_reports.append(get_hashes)
+        if len(self._lookup_reports) >= LOOKUP_REPORT_BATCH:
             with self._out:
                 self._out.notify()
 
-    def noted(self) -> bytes:
-        """Runs kept, as messages that the sidecar is to hear before the next verb."""
+    def drain_lookup_reports(self) -> bytes:
+        """Take a batch of queued lookup reports, as messages to send before the next request."""
         messages: list[bytes] = []
-        with contextlib.suppress(IndexError):  # somebody else may take them too
-            while len(messages) < NOTES_DUE:
-                run = self._notes.popleft()
-                messages.append(pack(Verb.ASKED, run()[:MAX_HASHES]))
+        with contextlib.suppress(IndexError):  # another thread may take them too
+            while len(messages) < LOOKUP_REPORT_BATCH:
+                get_hashes = self._lookup_reports.popleft()
+                messages.append(pack(MessageType.LOOKUP_REPORT, get_hashes()[:MAX_HASHES]))
         return b"".join(messages)
 
-    def _notes_due(self) -> bool:
-        return len(self._notes) >= NOTES_DUE and not self._broken
+    def _reports_due(self) -> bool:
+        return len(self._lookup_reports) >= LOOKUP_REPORT_BATCH and not self._broken
 
     def stop_reading(self) -> None:
-        """Wake whoever blocks in a read, as at the stream's end. What is queued is still sent."""
+        """Wake a blocked reader, as at the end of the stream. Queued bytes are still sent."""
         try:
             self.sock.shutdown(socket.SHUT_RD)
         except OSError:
-            return  # the other side was quicker
+            return  # the sidecar has closed the connection
 
-    def finish(self) -> None:
-        """Have the writer say BYE, close the socket and unmap the slab; waits for neither.
+    def close(self) -> None:
+        """Have the writer send GOODBYE, close the socket and unmap the slab. Does not block.
 
-        No slot of it is named by a live ticket any more. A sidecar that does not read now is told
-        so when it reads again: without a BYE it would wait for this process's end before it took
-        back what it leased to us.
+        No open operation may have slots of the slab. GOODBYE is queued even if the sidecar does not
+        read now: without it, the sidecar would keep this client's leases until this process ends.
         """
-        assert self.holders == 0, f"{self.holders} tickets still name slots of this slab"
-        self.send(pack(Verb.BYE))
+        assert self.open_operations == 0, f"{self.open_operations} operations still use this slab"
+        self.send(pack(MessageType.GOODBYE))
         with self._out:
-            self._finished = True
+            self._closing = True
             self._out.notify()
 
-    def join(self, limit_s: float) -> None:
-        """Wait for what `finish` left to the writer; it goes on by itself after that."""
-        self._writer.join(limit_s)
+    def join(self, timeout_s: float) -> None:
+        """Wait for the writer thread after `close`, at most timeout_s."""
+        self._writer.join(timeout_s)
 
 
-def dial(
+def connect(
     path: str,
     namespace: Namespace,
-    token: str | None,
+    auth_token: str | None,
     client: str,
     *,
-    route: str = "",
-    limit_s: float,
-    tick_s: float,
-) -> Link:
-    """Connect, say hello, map the slab.
+    traffic_label: str = "",
+    timeout_s: float,
+    read_timeout_s: float,
+) -> SidecarConnection:
+    """Connect, do the handshake and map the slab.
 
-    limit_s: bound on each step. tick_s: how often a silent `receiver.read` raises TimeoutError.
+    timeout_s: timeout of each step. read_timeout_s: a `receiver.read` without data raises
+    TimeoutError after this time.
 
     Raises:
-        TierUnavailable: nobody listens, or not now.
-        ConfigError: the sidecar refused this client for what it is.
+        TierUnavailable: no sidecar listens, or it is busy.
+        ConfigError: the sidecar rejected this client.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fds: list[int] = []
     try:
-        sock.settimeout(limit_s)
+        sock.settimeout(timeout_s)
         sock.connect(path)
-        greeting = hello(namespace, token, client, os.getpid(), route)
+        hello = pack_hello(namespace, auth_token, client, os.getpid(), traffic_label)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            sock.sendall(greeting)  # turned away already: the reason is there to be read
+            sock.sendall(hello)  # if the sidecar has closed already, its reason can still be read
         receiver = Receiver(sock)
         flags = socket.MSG_CMSG_CLOEXEC
         data, fds, _, _ = socket.recv_fds(sock, 1 << 16, 2, flags)
         if not data:
-            raise TierUnavailable(f"the sidecar at {path} hung up at hello")
+            raise TierUnavailable(_closed_in_handshake(path))
         receiver.feed(data)
-        about = _welcome(receiver.read(), path)
+        about = _parse_welcome(receiver.read(), path)
         if not fds:
-            raise TierUnavailable(f"the sidecar at {path} passed no slab")
-        salt = about.get("salt")
-        catalog = CatalogView(fds[1], salt) if len(fds) > 1 and type(salt) is bytes else None
+            raise TierUnavailable(f"the sidecar at {path} sent no slab")
+        seed = about.get("salt")
+        shared_index = None
+        if len(fds) > 1 and type(seed) is bytes:
+            shared_index = SharedIndexView(fds[1], seed)
         numbers = [check_number(about.get(name)) for name in ("slots", "slot_bytes", "session")]
         slots, slot_bytes, session = numbers
         slab = Slab.attach(fds.pop(0), slots, slot_bytes)
         sock.settimeout(None)
-        seconds = int(tick_s)
-        micros = max(1, int((tick_s - seconds) * 1e6))
+        seconds = int(read_timeout_s)
+        micros = max(1, int((read_timeout_s - seconds) * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, micros))
         try:
-            return Link(sock, receiver, slab, session, catalog)
+            return SidecarConnection(sock, receiver, slab, session, shared_index)
         except RuntimeError as error:
             slab.close()
-            raise TierUnavailable(f"no thread for the sidecar at {path}: {error}") from None
-    except (OSError, Malformed) as error:
+            raise TierUnavailable(
+                f"cannot start a thread for the sidecar at {path}: {error}"
+            ) from None
+    except (OSError, MalformedMessage) as error:
         sock.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise TierUnavailable(f"no sidecar at {path}: {reason}") from None
@@ -285,70 +295,45 @@ def dial(
             os.close(fd)
 
 
-def _welcome(message: list[Any] | None, path: str) -> dict[str, Any]:
-    """What the sidecar's answer to a hello says."""
+def _closed_in_handshake(path: str) -> str:
+    return f"the sidecar at {path} closed the connection during the handshake"
+
+
+def _parse_welcome(message: list[Any] | None, path: str) -> dict[str, Any]:
+    """Parse the sidecar's answer to HELLO."""
     if message is None:
-        raise TierUnavailable(f"the sidecar at {path} hung up at hello")
-    if message[0] == Verb.REFUSED and len(message) == 3:
+        raise TierUnavailable(_closed_in_handshake(path))
+    if message[0] == MessageType.REJECTED and len(message) == 3:
         if message[2]:
             raise TierUnavailable(f"the sidecar at {path} is busy: {message[1]}")
-        raise ConfigError(f"the sidecar at {path} refused: {message[1]}")
-    if message[0] != Verb.WELCOME or len(message) != 2 or type(message[1]) is not dict:
-        raise Malformed("no welcome")
+        raise ConfigError(f"the sidecar at {path} rejected this client: {message[1]}")
+    if message[0] != MessageType.WELCOME or len(message) != 2 or type(message[1]) is not dict:
+        raise MalformedMessage("the first message is not WELCOME")
     about: dict[str, Any] = message[1]
     if about.get("version") != PROTOCOL_VERSION:
         raise ConfigError(
-            f"the sidecar at {path} speaks protocol {about.get('version')!r}, this client "
-            f"{PROTOCOL_VERSION}; run the same kvstore on both sides"
+            f"the sidecar at {path} uses protocol version {about.get('version')!r}, this client "
+            f"{PROTOCOL_VERSION}; run the same kvstore version on both sides"
         )
     return about
 
 
-def grow(ticket: Ticket, news: Sequence[Any], link: Link) -> None:
-    """Enter what an update brings into its ticket, all but its end.
+def request_stats(path: str, auth_token: str | None, *, timeout_s: float = 10.0) -> dict[str, Any]:
+    """Request the statistics of the sidecar at `path`, without opening a session.
 
-    Raises Malformed, or ValueError, TypeError, IndexError: it is no update of such a ticket.
-    """
-    if isinstance(ticket, Match):
-        ticket.tiers.extend(news[0])
-        ticket.behind = news[1]
-    elif isinstance(ticket, Load):
-        tiers, slots = news
-        _check_slots(slots, len(tiers), link)
-        ticket.tiers.extend(tiers)
-        ticket.slots.extend(slots)
-    elif isinstance(ticket, Save):
-        flat, dropped = news
-        _check_slots(flat[1::2], len(flat) // 2, link)
-        ticket.grants.extend(zip(flat[::2], flat[1::2], strict=True))
-        ticket.dropped = dropped
-
-
-def _check_slots(slots: Sequence[Any], right: int, link: Link) -> None:
-    """Slots named by an update must lie in the link's slab, one for each block."""
-    if len(slots) != right:
-        raise Malformed("an update whose lists differ in length")
-    for slot in slots:
-        if check_number(slot) >= link.slab.slots:
-            raise Malformed(f"slot {slot} of a slab of {link.slab.slots}")
-
-
-def ask_stats(path: str, token: str | None, *, limit_s: float = 10.0) -> dict[str, Any]:
-    """The statistics of the sidecar at `path`, without becoming its client.
-
-    Raises TierUnavailable: nobody answers; ConfigError: refused.
+    Raises TierUnavailable: no answer. Raises ConfigError: rejected.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(limit_s)
+            sock.settimeout(timeout_s)
             sock.connect(path)
-            sock.sendall(pack(Verb.STATS_ASK, token))
+            sock.sendall(pack(MessageType.STATS_REQUEST, auth_token))
             message = Receiver(sock).read()
-    except (OSError, Malformed) as error:
+    except (OSError, MalformedMessage) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise TierUnavailable(f"no sidecar at {path}: {reason}") from None
-    if message is not None and message[0] == Verb.STATS and type(message[-1]) is dict:
+    if message is not None and message[0] == MessageType.STATS and type(message[-1]) is dict:
         numbers: dict[str, Any] = message[1]
         return numbers
-    _welcome(message, path)
+    _parse_welcome(message, path)
     raise TierUnavailable(f"the sidecar at {path} sent no statistics")

@@ -1,7 +1,8 @@
-"""Block gather and scatter: pages of a KV pool into slots, and back. `base` is the contract.
+"""Block gather and scatter: copies pages of a KV pool into slots, and back.
 
-`layout.PoolLayout` says where an engine's KV lies, `formats.BlockFormat` what a block's bytes in a
-slot mean; `copier_for` gives the fastest copier between the two.
+`base` has the interface of a copier. `layout.PoolLayout` describes an engine's KV pool.
+`formats.BlockFormat` describes the bytes of a block in a slot. `copier_for` returns the fastest
+copier between the two.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ __all__ = [
 
 
 def copier_for(pool: torch.Tensor | PoolLayout, form: BlockFormat = PLAIN) -> Copier:
-    """The fastest copier for where this pool lies; a bare tensor is our engine's pool.
+    """Return the fastest copier for a pool on its device. A bare tensor is kvstore's engine's pool.
 
-    CPU: numpy views. CUDA: our kernels through cupy or Triton, whichever is installed, else torch's
-    indexing.
+    CPU: numpy views. CUDA: kvstore's kernels through cupy or Triton, whichever is installed, or
+    else torch's indexing.
     """
     layout = as_layout(pool)
     if layout.device.type == "cpu":

@@ -1,14 +1,14 @@
-"""The contract of a copier: pages of a paged KV pool into slots, and back.
+"""The interface of a copier: pages of a paged KV pool into slots, and back.
 
-A pool is whatever `layout.PoolLayout` describes; our engine's is one contiguous tensor
-`[layers, 2, num_pages, page_tokens, kv_heads, head_dim]`. A block in a slot holds the same vectors
-in the order and storage of a `formats.BlockFormat`, of `pages_per_block` pages; a plain block of
-our engine is `[layers, 2, block_tokens, kv_heads, head_dim]`, contiguous ("LKTHD"). `plan` cuts
-either into runs of bytes: no copier knows dtypes, except to split or quantise.
+`layout.PoolLayout` describes a pool. kvstore's engine's is one contiguous tensor
+`[layers, 2, num_pages, page_tokens, kv_heads, head_dim]`. A block in a slot has the same vectors,
+in the order and storage of a `formats.BlockFormat`, of `pages_per_block` pages. A plain block of
+that engine is `[layers, 2, block_tokens, kv_heads, head_dim]`, contiguous ("LKTHD"). `plan` splits
+both into runs of bytes. A copier does not depend on dtypes, except to split or quantise.
 
-Who calls: one copier thread of a connector (`gather` and `scatter`), after it has waited for the
-`mark` its caller took: a copier's stream is not the stream the engine computes on. Whoever calls
-keeps pages and slots alive, leased and untouched until the event is done.
+One copier thread of a connector calls `gather` and `scatter`. Before, it waits for the `mark` taken
+by its caller, because a copier's stream is not the stream the engine computes on. The caller keeps
+pages and slots alive, leased and unchanged until the event is done.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kvstore.interface import SlotBuffer
+from kvstore.interface import SlabView
 from kvstore.kernels.formats import BlockFormat
 from kvstore.kernels.layout import PoolLayout
 from kvstore.kernels.plan import CopyPlan, copy_plan
 
 SKIP = -1
-"""A page id that means: leave this page of the block alone."""
+"""A page id that means: skip this page of the block."""
 
 
 class Event(Protocol):
     """The end of a copy."""
 
     def done(self) -> bool:
-        """Whether the copy has ended; does not block."""
+        """Return whether the copy has ended. Does not block."""
         ...
 
     def wait(self) -> None:
-        """Return once the copy has ended. Raises RuntimeError when the device failed."""
+        """Return when the copy has ended. Raises RuntimeError if the device failed."""
         ...
 
     def order(self) -> None:
-        """Have what this thread queues on its device stream from here on run after the copy.
+        """Make later work of this thread on its device stream run after the copy.
 
         Does not block the thread.
         """
@@ -48,7 +48,7 @@ class Event(Protocol):
 
 
 class Finished:
-    """An event that was done when it was made: copies on CPU end before they return."""
+    """An event that is always done: copies on CPU end before they return."""
 
     def done(self) -> bool:
         return True
@@ -64,49 +64,49 @@ FINISHED = Finished()
 
 
 class Copier(Protocol):
-    """Copies between one pool and any slots; equal to `reference` bit for bit."""
+    """Copies between one pool and any slots. All copiers give the bytes of `reference`."""
 
     def gather(self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]) -> Event:
         """Copy pages into slots: `pages[i]` are the page ids of the block in `slots[i]`.
 
-        A page id of SKIP leaves its part of the slot as it is. Slots may be longer than a block;
-        what lies behind the block stays as it is.
+        A page id of SKIP leaves its part of the slot unchanged. Slots can be longer than a block;
+        the rest stays unchanged.
         """
         ...
 
     def scatter(self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]) -> Event:
-        """Copy slots into pages; a page id of SKIP leaves its part of the slot out."""
+        """Copy slots into pages. A page id of SKIP skips its part of the slot."""
         ...
 
     def scatter_layers(
         self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]
     ) -> Sequence[Event]:
-        """Like `scatter`, layer by layer: one event for each layer of the pool, in order.
+        """Like `scatter`, layer by layer. Returns one event for each layer of the pool, in order.
 
-        When the last one is done, all are.
+        If the last one is done, all are.
         """
         ...
 
     def mark(self) -> Event:
-        """An event for all work this thread has queued on the pool's device so far."""
+        """Return an event for all work this thread has queued on the pool's device so far."""
         ...
 
-    def map_slab(self, slab: SlotBuffer) -> None:
-        """Make this slab's slots reachable for the device; nothing to do on CPU."""
+    def map_slab(self, slab: SlabView) -> None:
+        """Make this slab's slots accessible to the device. No effect on CPU."""
         ...
 
     def close(self) -> None:
-        """Unmap every slab. No copy may be running."""
+        """Unmap all slabs. No copy may be running."""
         ...
 
 
 def as_layout(pool: torch.Tensor | PoolLayout) -> PoolLayout:
-    """A pool's layout; a bare tensor is our engine's pool."""
+    """Return a pool's layout. A bare tensor is the pool of kvstore's engine."""
     return pool if isinstance(pool, PoolLayout) else PoolLayout.reference(pool)
 
 
 class Plans:
-    """The plans of one pool and format, made once for each size of block and range of layers."""
+    """Plans of one pool and format, cached by block size and range of layers."""
 
     def __init__(self, pool: PoolLayout, form: BlockFormat) -> None:
         form.check(pool)
@@ -115,7 +115,7 @@ class Plans:
         self._made: dict[tuple[int, int | None], CopyPlan] = {}
 
     def of(self, pages_per_block: int, layer: int | None = None) -> CopyPlan:
-        """The plan of all layers, or of one."""
+        """Return the plan of all layers, or of one."""
         key = (pages_per_block, layer)
         if key not in self._made:
             layers = None if layer is None else range(layer, layer + 1)
@@ -123,7 +123,7 @@ class Plans:
         return self._made[key]
 
     def page_table(self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]) -> np.ndarray:
-        """`pages` as int32 `[blocks, pages_per_block]`, checked against pool and slots."""
+        """Return `pages` as int32 `[blocks, pages_per_block]`, checked against pool and slots."""
         assert len(pages) == len(slots), f"{len(pages)} rows of pages for {len(slots)} slots"
         table = np.asarray(pages, dtype=np.int32)
         if not len(slots):

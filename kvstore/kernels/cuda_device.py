@@ -1,8 +1,8 @@
-"""What the CUDA copier asks of a device: memory, lanes to queue work on, and events behind it.
+"""Device operations that the CUDA copier needs: memory, streams and events.
 
-A lane is a stream of its own. Work on one lane runs in the order it was queued; lanes run beside
-each other except where `after` says otherwise. `CudaDevice` is torch's CUDA. The tests have another
-device: it runs the same work on the CPU, late, and in any order that these rules allow.
+Work on one stream runs in the order it was queued. Streams run concurrently, except as ordered by
+`wait_stream`. `CudaDevice` is torch's CUDA. The tests have another device, which runs the same work
+on the CPU, delayed, and in any order that these rules allow.
 """
 
 from __future__ import annotations
@@ -25,66 +25,66 @@ log = logging.getLogger(__name__)
 
 
 class Device(Protocol):
-    """A device's work queues. Every method is called with `entered()` entered.
+    """A device's streams, memory and events. Call every method inside `make_current()`.
 
     runtime: registers host memory with the driver; see `slabs.SlabMap`.
-    entered: gives what makes the device current for this thread.
+    make_current: returns a context that makes the device current for this thread.
     """
 
     runtime: Any
-    entered: Callable[[], AbstractContextManager[Any]]
+    make_current: Callable[[], AbstractContextManager[Any]]
 
-    def lane(self) -> Any:
-        """A new lane, behind all that this thread has queued on the device so far."""
+    def new_stream(self) -> Any:
+        """Return a new stream, ordered after all work that this thread has queued so far."""
         ...
 
     def memory(self, nbytes: int) -> torch.Tensor | None:
-        """uint8 `[nbytes]` on the device; None when there is no room."""
+        """Allocate uint8 `[nbytes]` on the device. None: not enough memory."""
         ...
 
-    def upload(self, lane: Any, words: np.ndarray) -> torch.Tensor:
-        """int64 `[n]` on the device, there for what is queued on the lane afterwards."""
+    def upload(self, stream: Any, words: np.ndarray) -> torch.Tensor:
+        """Copy `words` to the device as int64 `[n]`, before later work on the stream."""
         ...
 
-    def copy(self, lane: Any, into: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, stream: Any, into: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy between the device and registered host memory."""
         ...
 
     def launch(
-        self, lane: Any, plan: CopyPlan, dtype: str, tables: Tables, *, into_slots: bool
+        self, stream: Any, plan: CopyPlan, dtype: str, tables: Tables, *, into_slots: bool
     ) -> None:
         """Queue the copy of one plan; see `launchers.Launcher`."""
         ...
 
-    def after(self, lane: Any, other: Any) -> None:
-        """What is queued on `lane` from here on runs after all that `other` has queued so far."""
+    def wait_stream(self, stream: Any, other: Any) -> None:
+        """Make later work on `stream` run after all work that `other` has queued so far."""
         ...
 
-    def event(self, lane: Any, kept: object) -> Event:
-        """Behind all that the lane has queued so far; keeps `kept` alive until then."""
+    def event(self, stream: Any, kept: object) -> Event:
+        """Return an event after all work queued on the stream. Keeps `kept` alive until then."""
         ...
 
-    def drain(self, lane: Any) -> None:
-        """Wait for all that the lane has queued."""
+    def drain(self, stream: Any) -> None:
+        """Wait for all work queued on the stream."""
         ...
 
 
 class CudaDevice:
-    """Streams, events and memory are torch's; the kernels' launch is a `launchers.Launcher`.
+    """Streams, events and memory are torch's. A `launchers.Launcher` launches the kernels.
 
-    launcher: None: the CUDA source where cupy is installed, else Triton.
+    launcher: None: the CUDA source if cupy is installed, else Triton.
     """
 
     def __init__(self, device: torch.device, launcher: Launcher | None = None) -> None:
-        assert device.type == "cuda", f"a pool on a CUDA device, not on {device}"
+        assert device.type == "cuda", f"the pool must be on a CUDA device (is on {device})"
         self._device = device
         self._launcher = launcher_for(device) if launcher is None else launcher
         self.runtime = self._launcher.runtime
-        self.entered = functools.partial(torch.cuda.device, device)
+        self.make_current = functools.partial(torch.cuda.device, device)
 
-    def lane(self) -> torch.cuda.Stream:
+    def new_stream(self) -> torch.cuda.Stream:
         made = self._launcher.stream()
-        # The allocator's memory may still be in use by earlier work.
+        # Earlier work may still use the allocator's memory.
         made.wait_stream(torch.cuda.current_stream(self._device))
         return made
 
@@ -92,38 +92,42 @@ class CudaDevice:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError:
-            log.warning("no %d bytes on %s for staging; copies go by kernels", nbytes, self._device)
+            log.warning(
+                "cannot allocate %d bytes for staging on %s; copying by kernels only",
+                nbytes,
+                self._device,
+            )
             return None
 
-    def upload(self, lane: torch.cuda.Stream, words: np.ndarray) -> torch.Tensor:
-        # From pinned memory, which torch keeps until the copy has run.
+    def upload(self, stream: torch.cuda.Stream, words: np.ndarray) -> torch.Tensor:
+        # Copy from pinned memory, which torch keeps until the copy has run.
         pinned = torch.empty(len(words), dtype=torch.int64, pin_memory=True)
         pinned.numpy()[:] = words
-        with torch.cuda.stream(lane):
+        with torch.cuda.stream(stream):
             return pinned.to(self._device, non_blocking=True)
 
-    def copy(self, lane: torch.cuda.Stream, into: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(lane):
+    def copy(self, stream: torch.cuda.Stream, into: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(stream):
             into.copy_(source, non_blocking=True)
 
     def launch(
         self,
-        lane: torch.cuda.Stream,
+        stream: torch.cuda.Stream,
         plan: CopyPlan,
         dtype: str,
         tables: Tables,
         *,
         into_slots: bool,
     ) -> None:
-        self._launcher.launch(lane, plan, dtype, tables, into_slots=into_slots)
+        self._launcher.launch(stream, plan, dtype, tables, into_slots=into_slots)
 
-    def after(self, lane: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-        lane.wait_stream(other)
+    def wait_stream(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        stream.wait_stream(other)
 
-    def event(self, lane: torch.cuda.Stream, kept: object) -> Event:
+    def event(self, stream: torch.cuda.Stream, kept: object) -> Event:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(lane)
+        event.record(stream)
         return TorchEvent(event, self._device, kept)
 
-    def drain(self, lane: torch.cuda.Stream) -> None:
-        lane.synchronize()
+    def drain(self, stream: torch.cuda.Stream) -> None:
+        stream.synchronize()

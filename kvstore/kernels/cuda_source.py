@@ -1,17 +1,16 @@
-"""The CUDA kernels, as one string: cupy compiles it on a machine with a GPU, the tests everywhere.
+"""Source of the CUDA kernels. cupy compiles it on a machine with a GPU, the tests on any machine.
 
-The work is the runs of a `plan.CopyPlan`. A row of threads (`threadIdx.y`, a warp) takes a run, its
-lanes (`threadIdx.x`) walk it, and the rows of the whole grid stride over all runs of all blocks.
+The work is the runs of a `plan.CopyPlan`. A row of threads (`threadIdx.y`, a warp) takes one run
+and its lanes (`threadIdx.x`) walk it. The rows of the grid stride over all runs of all blocks.
 
-- plain: in 16-byte vectors. Where source and target lie differently within 16 bytes, the widest
-  word that fits both is used, and the unaligned ends of a run are copied bytewise, so any run is
-  right.
-- planes: a vector of elements is loaded and each of its byte planes is stored as one word.
-- int8: a run is a vector; the warp finds its largest value together (`quantise` has the formulas,
-  whose rounding the intrinsics below keep: nothing is fused).
+- plain: in 16-byte vectors. If source and target have different alignments, the kernel uses the
+  widest word that fits both. Unaligned ends of a run are copied bytewise, so any run is possible.
+- planes: a vector of elements is loaded, and each of its byte planes is stored as one word.
+- int8: a run is a vector. The lanes of the warp find its largest value together. `quantise` has the
+  formulas; the intrinsics below keep their rounding (nothing is fused).
 
-The slots may be host memory mapped into the device: neighbouring lanes touch neighbouring words,
-which is what the bus wants.
+The slots can be host memory mapped into the device. Neighbouring lanes access neighbouring words,
+which makes efficient bus transfers.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from __future__ import annotations
 from kvstore.kernels.plan import CopyPlan
 
 LANES = 32
-"""Threads on one run: a warp, 512 bytes at a stride."""
+"""Threads per run: a warp, which copies 512 bytes per stride."""
 
 RUNS_PER_BLOCK = 8
-"""Runs a thread block works on at once."""
+"""Runs that a thread block processes at once."""
 
 GRID_BLOCKS_MAX = 128
-"""Thread blocks of one launch; more would only take room from the model's own kernels, as a host
-link of 64 GB/s needs few warps in flight."""
+"""Maximum thread blocks of a launch. More would only take resources from the model's own kernels:
+a host link of 64 GB/s needs few warps."""
 
 RUNS_MAX = 2**31
-"""Runs of one launch; the kernels count them in 32 bits."""
+"""Maximum runs of a launch. The kernels count them in 32 bits."""
 
 _COPIES = r"""
 typedef unsigned char byte_t;
@@ -83,7 +82,7 @@ struct Plain {
 """
 
 _PLANES = r"""
-// Plane 0 takes the most significant byte of each element, which is the last one in memory.
+// Plane 0 has the most significant byte of each element, which is the last one in memory.
 __device__ __forceinline__ uint_t high_bytes(uint_t a, uint_t b) {
     return ((a >> 8) & 0xffu) | ((a >> 16) & 0xff00u) | ((b << 8) & 0xff0000u) | (b & 0xff000000u);
 }
@@ -206,16 +205,16 @@ struct Float16 {
         const uint_t sign = (bits >> 16) & 0x8000u, rest = bits & 0x7fffffffu;
         uint_t half;
         if (rest > 0x7f800000u) half = 0x7e00u;
-        else if (rest >= 0x477ff000u) half = sign | 0x7c00u;  // from 65,520 on
-        else if (rest >= 0x38800000u)  // from 2**-14 on
+        else if (rest >= 0x477ff000u) half = sign | 0x7c00u;  // >= 65,520
+        else if (rest >= 0x38800000u)  // >= 2**-14
             half = sign | ((rest - 0x38000000u + 0xfffu + ((rest >> 13) & 1u)) >> 13);
-        else  // next to 0.5 a float's last place is 2**-24, that of the small halves
+        else  // Near 0.5 a float's last place is 2**-24, that of the subnormal halves.
             half = sign | (__float_as_uint(__fadd_rn(__uint_as_float(rest), 0.5f)) - 0x3f000000u);
         *(unsigned short*)at = half;
     }
 };
 
-// One vector and its values and scale in the slot. The 32 lanes of a warp work together.
+// One vector, and its values and scale in the slot. The 32 lanes of a warp work together.
 template <typename Float>
 struct Int8 {
     static const int SHRINK = 1;
@@ -246,8 +245,8 @@ struct Int8 {
             for (uint_t j = 0; j < count; ++j) {
                 const float x = __uint_as_float(Float::load(in_pool + (i + j) * Float::BYTES));
                 const float q = kept ? rintf(__fmul_rn(x, factor)) : 0.0f;
-                const int held = (int)fminf(fmaxf(q, -127.0f), 127.0f);
-                four |= ((uint_t)held & 0xffu) << (8 * j);
+                const int clamped = (int)fminf(fmaxf(q, -127.0f), 127.0f);
+                four |= ((uint_t)clamped & 0xffu) << (8 * j);
             }
             store_bytes(in_slot + i, four, count);
         }
@@ -338,17 +337,17 @@ _KINDS = {
     "int8_float16": "Int8<Float16>",
 }
 
-KERNELS = tuple(f"kvstore_{verb}_{kind}" for kind in _KINDS for verb in ("gather", "scatter"))
-"""Names of all kernels. All take the same arguments: addresses of the table of rows, of the slots'
-addresses and of the page ids, then `launch_sizes`. Any grid is right, and any block of up to 256
-threads; int8 needs rows of exactly LANES threads."""
+KERNELS = tuple(f"kvstore_{name}_{kind}" for kind in _KINDS for name in ("gather", "scatter"))
+"""Names of all kernels. They take the same arguments: addresses of the table of rows, of the slot
+addresses and of the page ids, then `launch_sizes`. Any grid is possible, and any block of up to 256
+threads. int8 needs rows of exactly LANES threads."""
 
 
 def _definitions() -> str:
     lines = [
-        f"KVSTORE_KERNEL(kvstore_{verb}_{kind}, {struct}, {into})"
+        f"KVSTORE_KERNEL(kvstore_{name}_{kind}, {struct}, {into})"
         for kind, struct in _KINDS.items()
-        for verb, into in (("gather", "true"), ("scatter", "false"))
+        for name, into in (("gather", "true"), ("scatter", "false"))
     ]
     return "\n".join(lines) + "\n"
 
@@ -357,20 +356,20 @@ CUDA_SOURCE = _COPIES + _PLANES + _INT8 + _WALK + _definitions()
 
 
 def kernel_name(plan: CopyPlan, dtype: str, *, into_slots: bool) -> str:
-    """The kernel for a plan over a pool of this dtype (the namespace's name of it)."""
-    verb = "gather" if into_slots else "scatter"
+    """Return the kernel for a plan over a pool of this dtype (by the namespace's name)."""
+    operation = "gather" if into_slots else "scatter"
     kind = "plain"
     if plan.storage == "planes" and plan.element_bytes > 1:
         kind = f"planes{plan.element_bytes}"
     elif plan.storage == "int8":
         kind = f"int8_{dtype}"
-    name = f"kvstore_{verb}_{kind}"
+    name = f"kvstore_{operation}_{kind}"
     assert name in KERNELS, name
     return name
 
 
 def launch_sizes(plan: CopyPlan, blocks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The arguments behind the three addresses: five of 32 bits, then eight of 64."""
+    """Return the arguments after the three addresses: five of 32 bits, then eight of 64."""
     outer, inner = plan.axes
     counts = (blocks, plan.pages_per_block, len(plan.rows), outer.steps, inner.steps)
     strides = (plan.page_stride, plan.slot_page_stride)
@@ -379,7 +378,7 @@ def launch_sizes(plan: CopyPlan, blocks: int) -> tuple[tuple[int, ...], tuple[in
 
 
 def launch_shape(runs: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Grid and block for this many runs."""
+    """Return grid and block for this many runs."""
     assert 0 < runs < RUNS_MAX, f"{runs} runs in one launch"
     blocks = max(1, min(GRID_BLOCKS_MAX, -(-runs // RUNS_PER_BLOCK)))
     return (blocks, 1, 1), (LANES, RUNS_PER_BLOCK, 1)

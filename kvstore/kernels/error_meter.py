@@ -1,4 +1,4 @@
-"""What int8 storage costs: the error of blocks that were kept, sampled while they are gathered."""
+"""Measures the error of int8 storage on a sample of the gathered blocks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvstore.kernels.quantise import QuantisationError, error_of
 from kvstore.kernels.torch_copier import HostCopier
 
 SAMPLE_EVERY: Final = 64
-"""Of so many gathers one is looked at, by its first block; the first gather is."""
+"""One gather out of this many is measured, by its first block. The first gather is."""
 
 
 def block_error(
     pool: PoolLayout, form: BlockFormat, pages: Sequence[int], slot: memoryview
 ) -> QuantisationError:
-    """The error of one block in a slot against its pages, which are as they were gathered."""
+    """Return the error of one block in a slot, compared with its unchanged pages."""
     before = [sheet[list(pages)].cpu() for sheet in pool.sheets]
     after = PoolLayout(tuple(torch.zeros_like(sheet) for sheet in before), pool.parts)
     HostCopier(after, form).scatter([list(range(len(pages)))], [slot])
@@ -28,7 +28,7 @@ def block_error(
 
 
 class ErrorMeter:
-    """Samples the error of what is gathered. `look` in the copier's thread, `stats` in any."""
+    """Samples the error of gathered blocks. `sample` in the copier's thread, `stats` in any."""
 
     def __init__(self, pool: PoolLayout, form: BlockFormat) -> None:
         self._pool = pool
@@ -39,8 +39,8 @@ class ErrorMeter:
         self._max_abs = 0.0
         self._relative_rms = 0.0
 
-    def look(self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]) -> None:
-        """After a gather, before its pages may change: measure, if it is one that is sampled."""
+    def sample(self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]) -> None:
+        """Measure a gather if it is in the sample. Call it before the pages can change."""
         self._gathers += 1
         whole = [index for index, row in enumerate(pages) if min(row) >= 0]
         if self._gathers % SAMPLE_EVERY != 1 or not whole:
@@ -52,7 +52,7 @@ class ErrorMeter:
             self._relative_rms = max(self._relative_rms, error.relative_rms)
 
     def stats(self) -> dict[str, Any]:
-        """The worst seen so far."""
+        """Return the maximum error so far."""
         with self._lock:
             return {
                 "blocks_sampled": self._errors,

@@ -1,21 +1,20 @@
-"""What a block's bytes in a slot mean: the order of its axes, and how a vector is kept.
+"""The bytes of a block in a slot: the order of its axes, and the storage of a vector.
 
-Both are in the namespace, so blocks of two formats never answer for one another. A format makes the
-store's namespace out of the engine's (`BlockFormat.namespace`), and `format_of` reads it back.
+The namespace includes both, so blocks of different formats never match each other. A format
+converts the engine's namespace into the store's (`BlockFormat.namespace`); `format_of` reverses it.
 
 **Order**: letters from the outermost axis in: L layer, K part (K or V), T token of the block,
-H head, and last the vector: D where K and V are apart, C where they are one vector (K‖V, or MLA's
-latent). "LKTHD" is our engine's; "LHTC" is the bytes of a page of vLLM's LBHNC, "KTLHD" those of
-SGLang's page_first. Any pool can be kept in any order that has its parts; a pool's own physical
-order copies fastest, since the contiguous runs are longest.
+H head, and last the vector: D if K and V are separate, C if they are one vector (K‖V, or MLA's
+latent). "LKTHD" is kvstore's engine's. "LHTC" is the order of a page in vLLM's LBHNC, "KTLHD" in
+SGLang's page_first. Any pool can be stored in any order with its parts. A pool's own physical order
+copies fastest, because its contiguous runs are longest.
 
-**Storage** of a vector: "plain", as it lies in the pool. "planes": the block's bytes in the order
-in which `codecs.zstd_planes` compresses them, every element's most significant byte first, then
-the next ones: a plane of the whole block each. "int8": lossy, see `quantise`.
+**Storage** of a vector: "plain", as in the pool. "planes": the block's bytes in the order in which
+`codecs.byteshuffle_zstd` compresses them: all elements' most significant bytes first, then the next
+ones, as one plane of the whole block each. "int8": lossy, see `quantise`.
 
-In a store's namespace `dtype`, `head_dim` and `head_dim_v` describe what lies in the slot: planes
-and int8 vectors are bytes ("int8"), which also makes the store pick a codec that does not split
-again.
+In a store's namespace, `dtype`, `head_dim` and `head_dim_v` describe the slot. Planes and int8
+vectors are bytes ("int8"). This also makes the store choose a codec that does not split again.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from kvstore.kernels.layout import PoolLayout
 
 STORAGES = ("plain", "planes", "int8")
 SCALE_BYTES = 4
-"""Bytes of the float32 scale behind the values of an int8 vector."""
+"""Bytes of the float32 scale after the values of an int8 vector."""
 
 QUANTISABLE = ("float32", "bfloat16", "float16")
 _PLANES = re.compile(r"(\w+)-planes-(\w+)")
@@ -44,7 +43,7 @@ class BlockFormat:
     """Order and storage of the blocks of one namespace.
 
     Raises:
-        ConfigError: letters that are no order, or an unknown storage.
+        ConfigError: the order or the storage is invalid.
     """
 
     order: str = LAYOUT_REFERENCE
@@ -54,19 +53,21 @@ class BlockFormat:
         axes, vector = self.order[:-1], self.order[-1:]
         if sorted(axes) != sorted({"D": "LKTH", "C": "LTH"}.get(vector, "?")):
             raise ConfigError(
-                f"block layout {self.order!r}: L, K, T, H in any order, then D, is right, or L, T, "
-                f"H in any order, then C, such as {LAYOUT_REFERENCE!r} or 'LHTC'"
+                f"invalid block layout {self.order!r}: use L, K, T, H in any order, then D, or "
+                f"L, T, H in any order, then C, such as {LAYOUT_REFERENCE!r} or 'LHTC'"
             )
         if self.storage not in STORAGES:
-            raise ConfigError(f"block storage {self.storage!r}; one of {STORAGES} is right")
+            raise ConfigError(
+                f"invalid block storage {self.storage!r}: use one of {', '.join(STORAGES)}"
+            )
 
     def namespace(self, engine: Namespace) -> Namespace:
-        """The store's namespace for blocks of this format, of the engine that `engine` describes.
+        """Return the store's namespace for an engine's blocks in this format.
 
-        engine: as the engine's KV is: its dtype, its head_dim, its own quantisation.
+        engine: describes the engine's KV: its dtype, its head_dim, its own quantisation.
 
         Raises:
-            ConfigError: a dtype that cannot be kept as int8.
+            ConfigError: the dtype cannot be stored as int8.
         """
         width_v = engine.head_dim if engine.head_dim_v is None else engine.head_dim_v
         if self.storage == "planes":
@@ -81,8 +82,8 @@ class BlockFormat:
         if self.storage == "int8":
             if engine.dtype not in QUANTISABLE:
                 raise ConfigError(
-                    f"KV of dtype {engine.dtype!r} cannot be kept as int8; one of "
-                    f"{', '.join(QUANTISABLE)} can"
+                    f"KV of dtype {engine.dtype!r} cannot be stored as int8; use one of "
+                    f"{', '.join(QUANTISABLE)}"
                 )
             return replace(
                 engine,
@@ -95,18 +96,19 @@ class BlockFormat:
         return replace(engine, layout=self.order)
 
     def slot_vector_bytes(self, pool: PoolLayout) -> int:
-        """Bytes that one vector takes in a slot."""
+        """Return the bytes of one vector in a slot."""
         return pool.width + SCALE_BYTES if self.storage == "int8" else pool.vector_bytes
 
     def block_bytes(self, pool: PoolLayout, pages_per_block: int) -> int:
-        """Bytes of a block in a slot."""
+        """Return the bytes of a block in a slot."""
         tokens = pages_per_block * pool.page_tokens
         return tokens * pool.vectors_per_token * self.slot_vector_bytes(pool)
 
     def slot_strides(self, pool: PoolLayout, pages_per_block: int) -> dict[str, int]:
-        """Bytes in a slot from one to the next along L, K, T and H (K: 0 in a pool of one part).
+        """Return the byte steps in a slot along L, K, T and H (K: 0 in a pool of one part).
 
-        Of planes: as if plain; in a plane everything lies at its element's index.
+        For planes, they are those of plain storage. In a plane, each byte is at its element's
+        index.
         """
         self.check(pool)
         tokens = pages_per_block * pool.page_tokens
@@ -120,28 +122,28 @@ class BlockFormat:
         return strides
 
     def check(self, pool: PoolLayout) -> None:
-        """Assert that blocks of this pool can be kept so: "K" stands for two parts."""
+        """Assert that blocks of this pool fit this format: "K" requires two parts."""
         assert pool.parts == 2 or "K" not in self.order, (
-            f"a pool whose K and V are one vector cannot be kept in order {self.order!r}"
+            f"order {self.order!r} needs K and V as separate vectors in the pool"
         )
         if self.storage == "int8":
-            assert dtype_name(pool.dtype) in QUANTISABLE, f"{pool.dtype} cannot be kept as int8"
+            assert dtype_name(pool.dtype) in QUANTISABLE, f"{pool.dtype} cannot be stored as int8"
 
 
 PLAIN = BlockFormat()
 
 
 def format_of(namespace: Namespace) -> tuple[BlockFormat, Namespace]:
-    """The format of a store's namespace, and the namespace of the engine behind it.
+    """Return the format of a store's namespace, and the engine's namespace.
 
     Raises:
-        ConfigError: a layout that is none of ours.
+        ConfigError: the layout is unknown.
     """
     width_v = namespace.head_dim_v
     if found := _PLANES.fullmatch(namespace.layout):
         order, dtype = found.groups()
         if dtype not in DTYPE_BYTES:
-            raise ConfigError(f"layout {namespace.layout!r} names no dtype of ours")
+            raise ConfigError(f"layout {namespace.layout!r} has an unknown dtype")
         size = DTYPE_BYTES[dtype]
         engine = replace(
             namespace,
@@ -164,28 +166,29 @@ def format_of(namespace: Namespace) -> tuple[BlockFormat, Namespace]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A torch dtype by the namespace's name."""
+    """Return the namespace's name of a torch dtype."""
     name = str(dtype).removeprefix("torch.")
     return {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}.get(name, name)
 
 
 def check_layout(namespace: Namespace, pool: PoolLayout) -> tuple[BlockFormat, int]:
-    """That blocks of `namespace` can be copied out of `pool`: their format, and pages per block.
+    """Check that blocks of `namespace` can be copied out of `pool`.
 
-    A pool of uint8 may hold any dtype of one byte (engines keep fp8 so).
+    Returns their format, and pages per block. A pool of uint8 can have any dtype of one byte
+    (engines store fp8 this way).
 
     Raises:
-        ConfigError: the namespace speaks of another geometry or dtype, or its block is not a whole
-            number of pages.
+        ConfigError: the namespace has another geometry or dtype, or its block is not a whole number
+            of pages.
     """
     form, engine = format_of(namespace)
     width_v = engine.head_dim if engine.head_dim_v is None else engine.head_dim_v
     together = pool.parts == 1
-    held = "a single vector" if together else "K and V apart"
+    in_engine = "a single vector" if together else "separate K and V"
     if (together and "K" in form.order) or (engine.attention == "mla" and not together):
         raise ConfigError(
-            f"the namespace's layout is {namespace.layout!r} of {engine.attention}, but the KV is "
-            f"{held}"
+            f"the namespace's layout is {namespace.layout!r} of {engine.attention}, but the "
+            f"engine's KV is {in_engine}"
         )
     in_pool = dtype_name(pool.dtype)
     if in_pool == "uint8" and DTYPE_BYTES[engine.dtype] == 1:
@@ -204,9 +207,9 @@ def check_layout(namespace: Namespace, pool: PoolLayout) -> tuple[BlockFormat, i
             )
     if namespace.block_tokens % pool.page_tokens:
         raise ConfigError(
-            f"block_tokens is {namespace.block_tokens}; it must be a whole multiple of the "
-            f"engine's page of {pool.page_tokens} tokens"
+            f"block_tokens must be a multiple of the engine's page of {pool.page_tokens} tokens "
+            f"(got {namespace.block_tokens})"
         )
     pages_per_block = namespace.block_tokens // pool.page_tokens
-    assert form.block_bytes(pool, pages_per_block) == namespace.block_bytes, "sizes that agree"
+    assert form.block_bytes(pool, pages_per_block) == namespace.block_bytes, "sizes must agree"
     return form, pages_per_block

@@ -1,9 +1,8 @@
-"""How a kernel gets onto a CUDA stream: our CUDA source through cupy, or Triton.
+"""Launches kernels on a CUDA stream: kvstore's CUDA source through cupy, or Triton.
 
-`torch.cuda` is the owner of streams and memory in both cases. cupy is the default where it is
-installed: its kernels are the ones compiled and checked for every architecture, and a launch costs
-less. PyTorch's CUDA builds bring Triton, so that without cupy copies need not fall back to torch's
-indexing.
+`torch.cuda` owns streams and memory in both cases. cupy is preferred if it is installed: its
+kernels are compiled and checked for every architecture, and a launch costs less. PyTorch's CUDA
+builds include Triton, so that copies without cupy need not fall back to torch's indexing.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from kvstore.kernels.plan import CopyPlan
 
 
 class Tables(NamedTuple):
-    """What a kernel reads besides the blocks, on the device: `CopyPlan.table` as int64 `[rows, 2]`,
-    slot addresses as int64 `[blocks]`, page ids as int32 `[blocks, pages_per_block]`."""
+    """Tables that a kernel reads on the device: `CopyPlan.table` as int64 `[rows, 2]`, slot
+    addresses as int64 `[blocks]`, page ids as int32 `[blocks, pages_per_block]`."""
 
     rows: torch.Tensor
     slots: torch.Tensor
@@ -37,7 +36,7 @@ class Tables(NamedTuple):
 
 
 class Launcher(Protocol):
-    """Queues kernels. Called with the pool's device current.
+    """Queues kernels. The pool's device must be current.
 
     runtime: registers host memory with the driver; see `slabs.SlabMap`.
     """
@@ -45,7 +44,7 @@ class Launcher(Protocol):
     runtime: Any
 
     def stream(self) -> torch.cuda.Stream:
-        """A new stream that does not wait for the default one."""
+        """Return a new stream that does not wait for the default one."""
         ...
 
     def launch(
@@ -58,11 +57,11 @@ class Launcher(Protocol):
         into_slots: bool,
     ) -> None:
         """Queue the copy of one plan. dtype: the pool's, by the namespace's name."""
-        ...
+        """Queue the copy of one plan. dtype: the pool's, by the namespace's name."""
 
 
 class CupyLauncher:
-    """The kernels of `cuda_source`, compiled by cupy at first use (it keeps them on disk)."""
+    """The kernels of `cuda_source`. cupy compiles them at first use and caches them on disk."""
 
     def __init__(self, device: torch.device) -> None:
         import cupy
@@ -73,7 +72,7 @@ class CupyLauncher:
         self._streams: dict[int, Any] = {}
 
     def stream(self) -> torch.cuda.Stream:
-        # Made by cupy and shown to torch: that way round both have had it in every release.
+        # Made by cupy and wrapped by torch: every release supports it in this direction.
         made = self._cupy.cuda.Stream(non_blocking=True)
         self._streams[made.ptr] = made
         shown: torch.cuda.Stream = torch.cuda.ExternalStream(made.ptr)  # type: ignore[no-untyped-call]
@@ -102,7 +101,7 @@ class CupyLauncher:
 
 
 class TritonLauncher:
-    """The kernels of `triton_kernels`, compiled by Triton at first use."""
+    """The kernels of `triton_kernels`. Triton compiles them at first use."""
 
     def __init__(self, device: torch.device) -> None:
         from kvstore.kernels import triton_kernels
@@ -124,28 +123,28 @@ class TritonLauncher:
         *,
         into_slots: bool,
     ) -> None:
-        assert tables.pages.numel() * plan.runs_per_page < RUNS_MAX, "runs of one launch"
+        assert tables.pages.numel() * plan.runs_per_page < RUNS_MAX, "too many runs in a launch"
         with torch.cuda.stream(stream):
             self._kernels.launch(plan, dtype, *tables, into_slots=into_slots)
 
 
 def launcher_for(device: torch.device) -> Launcher:
-    """cupy's where cupy is installed, else Triton's. One of them is: see `can_launch`."""
+    """Return cupy's launcher if cupy is installed, else Triton's. See `can_launch`."""
     if importlib.util.find_spec("cupy") is not None:
         return CupyLauncher(device)
     return TritonLauncher(device)
 
 
 def can_launch() -> bool:
-    """Whether a library is installed that launches our kernels."""
+    """Return whether a library that can launch kvstore's kernels is installed."""
     return any(importlib.util.find_spec(name) is not None for name in ("cupy", "triton"))
 
 
 class Registrar:
-    """The driver's registration of host memory, through torch; for `slabs.SlabMap`."""
+    """Registers host memory with the driver, through torch. For `slabs.SlabMap`."""
 
     class CUDARuntimeError(Exception):
-        """The driver refused."""
+        """The driver rejected the call."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -164,8 +163,8 @@ class Registrar:
     def _check(self, status: Any) -> None:
         if int(status) == 0:
             return
-        # The driver keeps a refusal as its last error, and torch raises it at whatever kernel comes
-        # next: let that be one of ours.
+        # The driver keeps the error as its last one, and torch raises it at the next kernel. Launch
+        # a kernel here, so that it does not hit the engine.
         try:
             torch.empty(1, device=self._device).fill_(0.0)
         except RuntimeError as error:
@@ -175,7 +174,7 @@ class Registrar:
 
 @functools.cache
 def _cupy_kernels(device_id: int) -> dict[str, Any]:
-    """The compiled kernels of one device."""
+    """Return the compiled kernels of one device."""
     import cupy
 
     with cupy.cuda.Device(device_id):

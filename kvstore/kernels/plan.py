@@ -1,14 +1,14 @@
-"""A copy cut into runs: what every fast copier executes.
+"""Splits a copy into runs, which all fast copiers execute.
 
 A block in a slot and its pages in the pool are two orders of the same vectors. Axes along which
-both are contiguous become one **run** of bytes; what is left are rows (a table of where each begins
-on either side) and at most two regular axes within a row. Whatever the layouts, a copier then does
-one thing: for every block, page, row and step of the two axes, move one run.
+both are contiguous become one **run** of bytes. The rest are rows (a table of their start on both
+sides) and at most two regular axes within a row. For any layout, a copier then does one thing: for
+each block, page, row and step of the two axes, copy one run.
 
     in the pool:  rows[r].address + page * page_stride + i * axes[0].pool + j * axes[1].pool
     in the slot:  rows[r].offset  + index * slot_page_stride + i * axes[0].slot + j * axes[1].slot
 
-where `page` is the page's id and `index` its place in the block.
+`page` is the page's id and `index` its position in the block.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ONE_STEP = Axis(1, 0, 0)
 
 
 class Row(NamedTuple):
-    """Where a row begins: in page 0 of the pool, in a slot, and in which sheet's allocation."""
+    """Start of a row: in page 0 of the pool, and in a slot; and the sheet of its allocation."""
 
     address: int
     offset: int
@@ -44,11 +44,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """All runs of a block; slot offsets and strides are bytes of the plain (or int8) block.
+    """All runs of a block. Slot offsets and strides are bytes of the plain (or int8) block.
 
     page_stride, slot_page_stride: bytes from page to page in the pool, and in the slot.
-    run_bytes: of a run in the pool. For int8 a run is one vector, and takes another length in the
-        slot. plane_bytes: bytes of the block in one byte plane; 0 where there are none.
+    run_bytes: bytes of a run in the pool. For int8 a run is one vector, with another length in the
+        slot. plane_bytes: bytes of the block in one byte plane. 0: no planes.
     """
 
     pages_per_block: int
@@ -70,7 +70,7 @@ class CopyPlan:
         return self.block_bytes // self.element_bytes if self.storage == "planes" else 0
 
     def table(self) -> np.ndarray:
-        """The rows as uint64 `[rows, 2]`: address in the pool, offset in the slot."""
+        """Return the rows as uint64 `[rows, 2]`: address in the pool, offset in the slot."""
         return np.array([row[:2] for row in self.rows], dtype=np.uint64)
 
 
@@ -80,10 +80,10 @@ def copy_plan(
     pages_per_block: int,
     layers: range | None = None,
 ) -> CopyPlan:
-    """The plan for blocks of `pages_per_block` pages; of some layers only, or of all."""
+    """Return the plan for blocks of `pages_per_block` pages. layers: None: all layers."""
     layers = range(pool.layers) if layers is None else layers
     assert len(layers) > 0, "a copy of no layers"
-    assert layers.step == 1, "layers one after another"
+    assert layers.step == 1, "layers must be consecutive"
     assert layers[0] >= 0, layers
     assert layers[-1] < pool.layers, layers
     slot = form.slot_strides(pool, pages_per_block)
@@ -132,8 +132,10 @@ def copy_plan(
 
 
 def _regular(pool: PoolLayout, lines: list[list[int]]) -> int | None:
-    """The one step in bytes between neighbours of every line of sheets, upwards and within one
-    allocation; 0 where lines have a single sheet; None when there is no such step."""
+    """Return the step in bytes between neighbours in all lines of sheets, if it is the same.
+
+    It must be positive and within one allocation. 0: lines of a single sheet. None: no such step.
+    """
     steps = set()
     for numbers in lines:
         for before, after in pairwise(numbers):
@@ -146,7 +148,7 @@ def _regular(pool: PoolLayout, lines: list[list[int]]) -> int | None:
 
 
 def _lengthened(axes: list[Axis], run_bytes: int) -> tuple[list[Axis], int]:
-    """Take axes whose steps are one run on both sides into the run."""
+    """Extend the run by axes whose steps are contiguous runs on both sides."""
     axes = list(axes)
     while True:
         inner = [axis for axis in axes if axis.pool == axis.slot == run_bytes]
@@ -157,7 +159,7 @@ def _lengthened(axes: list[Axis], run_bytes: int) -> tuple[list[Axis], int]:
 
 
 def _merged(axes: list[Axis]) -> list[Axis]:
-    """Join axes of which one continues the other on both sides; the widest steps first."""
+    """Merge axes that continue each other on both sides. The widest steps come first."""
     axes = sorted(axes, key=lambda axis: axis.pool, reverse=True)
     for outer in axes:
         for inner in axes:
@@ -169,7 +171,7 @@ def _merged(axes: list[Axis]) -> list[Axis]:
 
 
 def _expanded(rows: list[Row], axis: Axis) -> list[Row]:
-    """The rows of an axis that becomes part of the table."""
+    """Return the rows after an axis has become part of the table."""
     return [
         Row(row.address + step * axis.pool, row.offset + step * axis.slot, row.sheet)
         for row in rows

@@ -1,23 +1,23 @@
-"""int8 with one scale for each vector: half the bytes of bf16, and not the same bytes back.
+"""int8 with one scale per vector: half the bytes of bf16, lossy.
 
-A vector (one token's K or V of one head) is kept as `width` int8 values and, behind them, a
-float32 scale: value = q * scale, scale = max|x| / 127. Lossy, hence never a default: a namespace
-asks for it (`formats.BlockFormat(storage="int8")`), and its `quantisation` says so.
+A vector (one token's K or V of one head) is stored as `width` int8 values, followed by a float32
+scale: value = q * scale, scale = max|x| / 127. It is lossy, so it is never a default: a namespace
+requests it (`formats.BlockFormat(storage="int8")`) and states it in `quantisation`.
 
-The arithmetic is defined to the bit, so that every copier gives the same bytes: in float32, each
+The arithmetic is defined to the bit, so that all copiers give the same bytes: float32, each
 operation rounded to nearest even, no fused multiply-add.
 
     top = max|x|                            as the greatest bit pattern without its sign
-    top is infinite or NaN, somewhere:      scale = NaN, q = 0: the vector comes back as NaN
+    any value infinite or NaN:              scale = NaN, q = 0: the vector becomes NaN
     top < 2**-100:                          scale = 0, q = 0
     else:                                   scale = top / 127;  q = round(x * (127 / top)),
-                                            held within -127..127
-    back:                                   float32(q) * scale, rounded to the pool's dtype;
+                                            clamped to -127..127
+    reverse:                                float32(q) * scale, rounded to the pool's dtype;
                                             every NaN as the one of `NAN_BITS`
 
-What to expect, for vectors of 128 values that are normally distributed: a relative error (root
-mean square) of about 0.6 %; one outlier of ten times the rest makes it about 2 %. What it does to
-a model's answers is for its user to measure; `error_meter` reports the error of KV that was kept.
+For vectors of 128 normally distributed values, the relative error (root mean square) is about
+0.6 %. One outlier of ten times the rest makes it about 2 %. The user must measure the effect on a
+model's answers. `error_meter` reports the error of stored KV.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _NAN = float("nan")
 
 @dataclass(frozen=True)
 class QuantisationError:
-    """How far values came back from what they were.
+    """Difference between values before and after.
 
-    max_abs: largest difference. relative_rms: root of the sum of squared differences over that of
-    squared values; 0 where all values are 0. values: how many were compared (finite ones).
+    max_abs: largest difference. relative_rms: root of the sum of squared differences divided by the
+    sum of squared values. 0: all values are 0. values: number of compared (finite) values.
     """
 
     max_abs: float
@@ -54,7 +54,7 @@ class QuantisationError:
 
 
 def quantise(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[..., width]` floats to int8 `[..., width]` and float32 scales `[..., 1]`, on any device."""
+    """Quantise floats `[..., width]` to int8 `[..., width]` and float32 scales `[..., 1]`."""
     x = vectors.to(torch.float32)
     top_bits = (x.view(torch.int32) & 0x7FFFFFFF).amax(dim=-1, keepdim=True)
     finite = top_bits < _INFINITE_BITS
@@ -71,7 +71,7 @@ def quantise(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """int8 `[..., width]` and float32 `[..., 1]` back to `[..., width]` of `dtype`."""
+    """Convert int8 `[..., width]` and float32 `[..., 1]` to `[..., width]` of `dtype`."""
     x = q.to(torch.float32) * scale
     integers, nan_bits = NAN_BITS[dtype]
     restored: torch.Tensor = x.to(dtype).view(integers).masked_fill_(x.isnan(), nan_bits)
@@ -79,7 +79,7 @@ def dequantise(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def error_of(before: torch.Tensor, after: torch.Tensor) -> QuantisationError:
-    """Compare floats with what came back; of any shape, in float64."""
+    """Compare floats before and after, of any shape, in float64."""
     was, now = before.to(torch.float64).flatten(), after.to(torch.float64).flatten()
     finite = torch.isfinite(was) & torch.isfinite(now)
     was, now = was[finite], now[finite]

@@ -1,6 +1,6 @@
-"""What gather and scatter mean, in loops: the one reference every copier is held to.
+"""Defines gather and scatter with loops: the reference for all copiers.
 
-Works on host memory only, and slowly: one vector after another, from the definition of the format.
+It works on host memory only, and slowly: one vector at a time, by the definition of the format.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def scatter(
 def _vectors(
     layout: PoolLayout, pages: Sequence[int], order: str
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Every vector that is copied, with its number in the block's order."""
+    """Yield every vector to copy, with its number in the block's order."""
     tokens = len(pages) * layout.page_tokens
     counts = {"L": layout.layers, "K": layout.parts, "T": tokens, "H": layout.heads}
     axes = order.replace("C", "K") if "C" in order else order.replace("D", "")
@@ -73,8 +73,11 @@ def _vectors(
 
 
 def _places(layout: PoolLayout, pages_per_block: int, form: BlockFormat, number: int) -> np.ndarray:
-    """Where in the slot the bytes of the vector `number` lie, in the order they have there in the
-    pool (little endian), or for int8 its values and then its scale."""
+    """Return the positions in the slot of the bytes of vector `number`.
+
+    They are in the order of the bytes in the pool (little endian), or for int8 of its values and
+    then its scale.
+    """
     if form.storage == "int8":
         length = layout.width + SCALE_BYTES
         return number * length + np.arange(length)
@@ -83,12 +86,12 @@ def _places(layout: PoolLayout, pages_per_block: int, form: BlockFormat, number:
     size = layout.element_bytes
     elements = form.block_bytes(layout, pages_per_block) // size
     element = number * layout.width + np.arange(layout.width)
-    planes = np.arange(size - 1, -1, -1)  # the last byte of an element is the first plane
+    planes = np.arange(size - 1, -1, -1)  # The last byte of an element is the first plane.
     return np.asarray(planes[None, :] * elements + element[:, None]).reshape(-1)
 
 
 def _quantised(vector: torch.Tensor) -> np.ndarray:
-    """One vector as int8 values and a float32 scale: see `quantise`."""
+    """Return one vector as int8 values and a float32 scale; see `quantise`."""
     x = vector.to(torch.float32).numpy()
     top = np.float32(0)
     q = np.zeros(len(x), dtype=np.int8)
@@ -106,7 +109,7 @@ def _quantised(vector: torch.Tensor) -> np.ndarray:
 
 
 def _restored(found: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """The vector behind int8 values and a float32 scale."""
+    """Return the vector of int8 values and a float32 scale."""
     q, scale = found[:-SCALE_BYTES].view(np.int8), found[-SCALE_BYTES:].view(np.float32)[0]
     with np.errstate(over="ignore", invalid="ignore"):
         x = np.array([np.float32(value) * scale for value in q], dtype=np.float32)

@@ -1,10 +1,9 @@
-"""Slabs registered with the CUDA driver, so that the device reads and writes their slots.
+"""Registers slabs with the CUDA driver, so that the device can read and write their slots.
 
-A registration is of pages, not of addresses: it pins them, and outlives their mapping. A slab that
-is mapped where an older one lay must be registered anew, or the device would read and write the old
-one's pages. So slabs are told apart as objects, and unregistered before they are unmapped. Every
-process registers the slab for itself; pages that lie in huge pages (`l2.huge_pages`) are pinned the
-faster for being fewer.
+A registration pins pages, not addresses, and outlives their mapping. A slab at the addresses of an
+older one must be registered again, or the device would access the older one's pages. So slabs are
+identified as objects, and unregistered before they are unmapped. Each process registers the slab
+separately. Huge pages (`l2.huge_pages`) are pinned faster, because there are fewer of them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvstore.interface import SlotBuffer
+from kvstore.interface import SlabView
 from kvstore.shm.slab import Slab
 
 log = logging.getLogger(__name__)
@@ -26,13 +25,13 @@ log = logging.getLogger(__name__)
 REGISTER_PORTABLE_MAPPED = 1 | 2
 """cudaHostRegisterPortable | cudaHostRegisterMapped"""
 SLABS_MAX = 4
-"""Slabs mapped at once: the live one, and those of connections lost a short while ago."""
+"""Maximum mapped slabs: the current one, and those of recently lost connections."""
 
 
 class MappedSlab(NamedTuple):
-    """A slab the device can reach: the same `nbytes` at a host and at a device address."""
+    """A slab that the device can access: `nbytes` at a host and at a device address."""
 
-    slab: SlotBuffer
+    slab: SlabView
     host: int
     device: int
     nbytes: int
@@ -42,17 +41,17 @@ class MappedSlab(NamedTuple):
 
 
 class SlotAddresses(NamedTuple):
-    """Where slots lie, one uint64 each: for this process, and for the device."""
+    """Addresses of slots, one uint64 each: for this process, and for the device."""
 
     host: np.ndarray
     device: np.ndarray
 
 
 class SlabMap:
-    """The slabs registered with the driver. Slabs may be closed in any thread.
+    """Slabs registered with the driver. Slabs can be closed in any thread.
 
-    runtime: `cupy.cuda.runtime`, or `launchers.Registrar`. device: gives what is entered around
-    each call of it.
+    runtime: `cupy.cuda.runtime`, or `launchers.Registrar`. device: returns a context for each call
+    of the runtime.
     """
 
     def __init__(self, runtime: Any, device: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -61,15 +60,15 @@ class SlabMap:
         self._lock = threading.Lock()
         self._known: list[MappedSlab] = []
 
-    def add(self, slab: SlotBuffer) -> None:
-        """Register a slab's memory; one that cannot be is left out."""
+    def add(self, slab: SlabView) -> None:
+        """Register a slab's memory. If that fails, the slab is left out."""
         host = _address(slab.view(0))
         nbytes = _address(slab.view(slab.slots - 1)) + slab.slot_bytes - host
-        assert nbytes == slab.slots * slab.slot_bytes, "a slab's slots lie one behind the other"
+        assert nbytes == slab.slots * slab.slot_bytes, "the slots of a slab must be contiguous"
         with self._lock:
             if any(known.slab is slab for known in self._known):
                 return
-            # An older slab at the same addresses has been unmapped by its owner since.
+            # An older slab at the same addresses has been unmapped by its owner.
             for known in [known for known in self._known if known.overlaps(host, nbytes)]:
                 self._unregister(known)
             while len(self._known) >= SLABS_MAX:
@@ -79,26 +78,26 @@ class SlabMap:
                     self._runtime.hostRegister(host, nbytes, REGISTER_PORTABLE_MAPPED)
                     device = self._runtime.pointerGetAttributes(host).devicePointer
                 except self._runtime.CUDARuntimeError as error:
-                    log.warning("cannot map a slab of %d bytes for the device: %s", nbytes, error)
+                    log.warning("cannot map slab of %d bytes for the device: %s", nbytes, error)
                     return
             self._known.append(MappedSlab(slab, host, device, nbytes))
         if isinstance(slab, Slab):
             slab.before_unmapping(functools.partial(self.remove, slab))
 
-    def remove(self, slab: SlotBuffer) -> None:
-        """Unregister a slab, if it is there. No copy of its slots runs."""
+    def remove(self, slab: SlabView) -> None:
+        """Unregister a slab, if it is registered. No copy of its slots may be running."""
         with self._lock:
             for known in [known for known in self._known if known.slab is slab]:
                 self._unregister(known)
 
     def clear(self) -> None:
-        """Unregister every slab."""
+        """Unregister all slabs."""
         with self._lock:
             for known in list(self._known):
                 self._unregister(known)
 
     def addresses(self, slots: Sequence[memoryview]) -> SlotAddresses | None:
-        """Where these slots lie; None when one lies in no registered slab."""
+        """Return the addresses of these slots. None: a slot is in no registered slab."""
         host = np.array([_address(slot) for slot in slots], dtype=np.uint64)
         device = np.zeros(len(slots), dtype=np.uint64)
         with self._lock:
@@ -115,7 +114,7 @@ class SlabMap:
             try:
                 self._runtime.hostUnregister(known.host)
             except self._runtime.CUDARuntimeError as error:
-                log.warning("cannot unmap a slab of %d bytes: %s", known.nbytes, error)
+                log.warning("cannot unmap slab of %d bytes: %s", known.nbytes, error)
 
 
 def _address(view: memoryview) -> int:

@@ -1,11 +1,11 @@
-"""Gather and scatter for every device torch knows.
+"""Gather and scatter for every device that torch supports.
 
-On CPU each page is moved once, straight between pool and slot, a run at a time: numpy copies
-elements of opaque bytes without the interpreter lock and without waking torch's thread pool from
+On CPU each page is copied once, directly between pool and slot, one run at a time. numpy copies
+elements of opaque bytes without the interpreter lock, and without waking torch's thread pool from
 the copier thread.
 
-On any other device pages are collected there by `index_select`, split or quantised there, and cross
-in one copy per block.
+On any other device, pages are gathered there by `index_select`, split or quantised there, and
+transferred in one copy per block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvstore.interface import SlotBuffer
+from kvstore.interface import SlabView
 from kvstore.kernels.base import FINISHED, SKIP, Event, Plans, as_layout
 from kvstore.kernels.formats import PLAIN, SCALE_BYTES, BlockFormat
 from kvstore.kernels.layout import PoolLayout
@@ -25,9 +25,9 @@ from kvstore.kernels.plan import CopyPlan, Row
 from kvstore.kernels.quantise import dequantise, quantise
 
 UNLOCKED_ELEMENTS = 501
-"""numpy gives up the interpreter's lock for an assignment of more than 500 elements."""
+"""numpy releases the interpreter lock for an assignment of more than 500 elements."""
 ELEMENT_BYTES_MIN = 256
-"""Runs are cut into elements no smaller than this to reach that number."""
+"""Minimum size of the elements into which runs are split to reach that number."""
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -37,7 +37,9 @@ class HostCopier:
 
     def __init__(self, pool: torch.Tensor | PoolLayout, form: BlockFormat = PLAIN) -> None:
         self._pool = as_layout(pool)
-        assert self._pool.device.type == "cpu", f"a pool in host memory, not on {self._pool.device}"
+        assert self._pool.device.type == "cpu", (
+            f"the pool must be in host memory (is on {self._pool.device})"
+        )
         self._plans = Plans(self._pool, form)
         self._views: dict[int, list[np.ndarray]] = {}
 
@@ -52,14 +54,14 @@ class HostCopier:
     def scatter_layers(
         self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]
     ) -> Sequence[Event]:
-        # All at once: nothing runs beside it that could begin with the first layers.
+        # All at once: no concurrent work could start with the first layers.
         self.scatter(pages, slots)
         return [FINISHED] * self._pool.layers
 
     def mark(self) -> Event:
         return FINISHED
 
-    def map_slab(self, slab: SlotBuffer) -> None:
+    def map_slab(self, slab: SlabView) -> None:
         return None
 
     def close(self) -> None:
@@ -83,7 +85,7 @@ class HostCopier:
                     copy(there, [view[index] for view in in_slot], into_slots)
 
     def _pool_views(self, plan: CopyPlan) -> list[np.ndarray]:
-        """For each row, elements `[num_pages, n0, n1, elements of a run]`."""
+        """Return elements `[num_pages, n0, n1, elements of a run]` for each row."""
         found = self._views.get(id(plan))
         if found is None:
             element = _element(plan)
@@ -124,7 +126,7 @@ def _copy_plain(there: np.ndarray, in_slot: Sequence[np.ndarray], into_slots: bo
 
 
 def _copy_planes(there: np.ndarray, in_slot: Sequence[np.ndarray], into_slots: bool) -> None:
-    """Elements as unsigned integers against one view of bytes for each plane."""
+    """Copy elements as unsigned integers, to or from one view of bytes per plane."""
     if into_slots:
         for plane, bytes_ in enumerate(in_slot):
             shift = 8 * (len(in_slot) - 1 - plane)
@@ -137,7 +139,7 @@ def _copy_planes(there: np.ndarray, in_slot: Sequence[np.ndarray], into_slots: b
 
 
 def _element(plan: CopyPlan) -> np.dtype[Any]:
-    """What numpy moves at once: opaque bytes, unless it must look into elements."""
+    """Return the type that numpy copies: opaque bytes, unless it must access elements."""
     if plan.storage == "planes":
         return np.dtype(_UNSIGNED[plan.element_bytes])
     if plan.storage == "int8":
@@ -149,8 +151,10 @@ def _element(plan: CopyPlan) -> np.dtype[Any]:
 
 
 def _slot_views(plan: CopyPlan, row: Row, slot: memoryview) -> list[np.ndarray]:
-    """A row's runs in a slot, `[pages_per_block, n0, n1, elements of a run]`: one view; for planes
-    one each, for int8 values and scales."""
+    """Return a row's runs in a slot, `[pages_per_block, n0, n1, elements of a run]`.
+
+    One view for plain, one per plane for planes, values and scales for int8.
+    """
     steps = [
         (plan.pages_per_block, plan.slot_page_stride),
         *((axis.steps, axis.slot) for axis in plan.axes),
@@ -177,14 +181,14 @@ def _view(
     element: np.dtype[Any],
     *axes: tuple[int, int],
 ) -> np.ndarray:
-    """Elements of a buffer along axes of (count, bytes from one to the next)."""
+    """View elements of a buffer along axes of (count, byte step)."""
     shape = tuple(count for count, _ in axes)
     strides = tuple(step for _, step in axes)
     return np.ndarray(shape, element, buffer, offset, strides)
 
 
 class DeviceCopier:
-    """The copier of a pool on any device, by torch's own indexing. Blocks until copied."""
+    """The copier of a pool on any device, by torch's indexing. Blocks until copied."""
 
     def __init__(self, pool: torch.Tensor | PoolLayout, form: BlockFormat = PLAIN) -> None:
         self._pool = as_layout(pool)
@@ -192,7 +196,7 @@ class DeviceCopier:
         self._device = self._pool.device
         self._views: dict[int, list[torch.Tensor]] = {}
         cuda = self._device.type == "cuda"
-        # A stream of its own, so that the engine's computing is not held up.
+        # A separate stream, so that the copies do not delay the engine's computing.
         self._stream = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]
 
     def gather(self, pages: Sequence[Sequence[int]], slots: Sequence[memoryview]) -> Event:
@@ -222,7 +226,7 @@ class DeviceCopier:
     def mark(self) -> Event:
         return device_mark(self._device)
 
-    def map_slab(self, slab: SlotBuffer) -> None:
+    def map_slab(self, slab: SlabView) -> None:
         return None
 
     def close(self) -> None:
@@ -245,7 +249,7 @@ class DeviceCopier:
             self.mark().wait()
 
     def _rows(self, plan: CopyPlan) -> list[torch.Tensor]:
-        """For each row uint8 `[num_pages, n0, n1, run]`, a view of the pool."""
+        """Return uint8 `[num_pages, n0, n1, run]` for each row, a view of the pool."""
         found = self._views.get(id(plan))
         if found is None:
             outer, inner = plan.axes
@@ -259,8 +263,10 @@ class DeviceCopier:
         return found
 
     def _packed(self, plan: CopyPlan, runs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Runs as the slot has them, uint8 `[rows, pages, n0, n1, bytes]`; planes one behind the
-        other in the last axis."""
+        """Return runs as in the slot, uint8 `[rows, pages, n0, n1, bytes]`.
+
+        Planes are concatenated in the last axis.
+        """
         stacked = torch.stack(list(runs))
         if plan.storage == "planes":
             size = plan.element_bytes
@@ -272,7 +278,7 @@ class DeviceCopier:
         return stacked
 
     def _unpacked(self, plan: CopyPlan, packed: torch.Tensor) -> torch.Tensor:
-        """The reverse of `_packed`, one tensor over all rows."""
+        """Reverse `_packed`. Returns one tensor over all rows."""
         if plan.storage == "planes":
             size = plan.element_bytes
             planes = packed.view(*packed.shape[:-1], size, plan.run_bytes // size)
@@ -280,13 +286,13 @@ class DeviceCopier:
         if plan.storage == "int8":
             width = plan.run_bytes // plan.element_bytes
             q = packed[..., :width].contiguous().view(torch.int8)
-            # Cloned: a view may begin where no float does.
+            # Cloned: a view may not be aligned for a float.
             scale = packed[..., width:].clone(memory_format=torch.contiguous_format)
             return dequantise(q, scale.view(torch.float32), self._pool.dtype).view(torch.uint8)
         return packed
 
     def _kept(self, row: np.ndarray) -> tuple[np.ndarray, torch.Tensor]:
-        """Positions in the block that are copied, and their pages on the device."""
+        """Return the positions in the block to copy, and their pages on the device."""
         keep = np.flatnonzero(row > SKIP)
         return keep, torch.from_numpy(row[keep].astype(np.int64)).to(self._device)
 
@@ -297,7 +303,7 @@ class DeviceCopier:
 def _into_slot(
     plan: CopyPlan, row: Row, slot: memoryview, keep: np.ndarray, part: np.ndarray
 ) -> None:
-    """Write bytes `[kept pages, n0, n1, bytes]`, as `DeviceCopier._packed` has them."""
+    """Write bytes `[kept pages, n0, n1, bytes]` in the form of `DeviceCopier._packed`."""
     at = 0
     for view in _slot_views(plan, row, slot):
         length = view.shape[-1] * view.itemsize
@@ -307,13 +313,13 @@ def _into_slot(
 
 
 def _from_slot(plan: CopyPlan, row: Row, slot: memoryview, keep: np.ndarray) -> np.ndarray:
-    """Read bytes `[kept pages, n0, n1, bytes]`; the reverse of `_into_slot`."""
+    """Read bytes `[kept pages, n0, n1, bytes]`. Reverses `_into_slot`."""
     parts = [view[keep].view(np.uint8) for view in _slot_views(plan, row, slot)]
     return np.concatenate(parts, axis=-1)
 
 
 class TorchEvent:
-    """A CUDA event of torch's; keeps what the work before it needs alive until then."""
+    """A CUDA event of torch. Keeps the data of earlier work alive until the event is freed."""
 
     def __init__(self, event: torch.cuda.Event, device: torch.device, kept: object = None) -> None:
         self._event = event
@@ -331,7 +337,7 @@ class TorchEvent:
 
 
 def device_mark(device: torch.device) -> Event:
-    """An event behind all work this thread has queued on `device` so far."""
+    """Return an event after all work that this thread has queued on `device` so far."""
     if device.type != "cuda":
         return FINISHED
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
-"""The same gather and scatter in Triton, for CUDA without cupy: PyTorch's CUDA builds bring Triton.
+"""Gather and scatter in Triton, for CUDA without cupy: PyTorch's CUDA builds include Triton.
 
-One program takes a piece of one run of a `plan.CopyPlan`, or for int8 one vector. Addresses are
-integers, as in `cuda_source`: rows, slots and pages are the same tables. Which of the two is faster
-has not been measured; the CUDA kernels are the default where cupy is there.
+One program copies a part of one run of a `plan.CopyPlan`, or for int8 one vector. Addresses are
+integers, as in `cuda_source`, with the same tables for rows, slots and pages. It has not been
+measured which of the two is faster. The CUDA kernels are preferred if cupy is installed.
 
-Triton is imported with this module, and decides then whether its kernels are compiled or, with its
-interpreter switched on, run on the CPU.
+The import of this module imports Triton. Triton then decides whether its kernels are compiled, or
+run on the CPU by its interpreter.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import triton.language as tl
 from kvstore.kernels.plan import CopyPlan
 
 BLOCK = 1024
-"""Words a program moves."""
+"""Words that a program copies."""
 
 FLOAT_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 ROUNDER = tl.constexpr(12582912.0)
-"""1.5 * 2**23: adding and subtracting it rounds a float32 below 2**22 to the nearest integer, the
-even one of two."""
+"""1.5 * 2**23: adding and subtracting it rounds a float32 below 2**22 to the nearest integer, and
+ties to the even one."""
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _places(
     rows, slots, pages, run, pages_per_block, rows_count, count0, count1, page_stride,
     slot_page_stride, pool0, slot0, pool1, slot1
 ):  # fmt: skip
-    """Where a run begins in the pool and in the slot, the slot's base, and 1 to copy it, else 0."""
+    """Return the start of a run in the pool and in the slot, the slot's base, and 1 to copy it."""
     per_page = rows_count * count0 * count1
     place = run // per_page
     rest = run - place * per_page
@@ -76,7 +76,7 @@ def copy_planes(
     pool0, slot0, pool1, slot1, run_bytes, plane_bytes,
     WORD: tl.constexpr, WORD_BYTES: tl.constexpr, INTO_SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """WORD: the unsigned integer of an element. Plane 0 takes the most significant bytes."""
+    """WORD: unsigned integer type of an element. Plane 0 has the most significant bytes."""
     in_pool, offset, slot, wanted = _places(
         rows, slots, pages, tl.program_id(0), pages_per_block, rows_count, count0, count1,
         page_stride, slot_page_stride, pool0, slot0, pool1, slot1
@@ -110,7 +110,7 @@ def _as_float32(bits, KIND: tl.constexpr):
 
 @triton.jit
 def _from_float32(x, KIND: tl.constexpr):
-    """Bits of x rounded to nearest even; every NaN is one."""
+    """Return the bits of x, rounded to nearest even, with one NaN for all."""
     bits = x.to(tl.uint32, bitcast=True)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
     if KIND == 0:
@@ -130,7 +130,7 @@ def copy_int8(
     WORD: tl.constexpr, WORD_BYTES: tl.constexpr, INTO_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     KIND: tl.constexpr
 ):  # fmt: skip
-    """One vector, at most BLOCK values of it; `quantise` has the formulas."""
+    """Copy one vector of at most BLOCK values. `quantise` has the formulas."""
     in_pool, offset, slot, wanted = _places(
         rows, slots, pages, tl.program_id(0), pages_per_block, rows_count, count0, count1,
         page_stride, slot_page_stride, pool0, slot0, pool1, slot1
@@ -166,9 +166,9 @@ WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 
 
 def word_bytes(plan: CopyPlan) -> int:
-    """Bytes of the widest word that all runs of a plain plan begin at a multiple of.
+    """Return the size of the widest word to which all runs of a plain plan are aligned.
 
-    Slots begin at multiples of 4,096 bytes.
+    Slots are aligned to 4,096 bytes.
     """
     sizes = [plan.run_bytes, plan.page_stride, plan.slot_page_stride]
     sizes += [step for axis in plan.axes for step in (axis.pool, axis.slot)]
@@ -188,7 +188,7 @@ def launch(
     """Queue one copy on torch's current stream.
 
     rows: int64 `[rows, 2]`, `CopyPlan.table`. slots: int64 `[blocks]`, addresses. pages: int32
-    `[blocks, pages_per_block]`. All on the device.
+    `[blocks, pages_per_block]`. All are on the device.
     """
     outer, inner = plan.axes
     runs = pages.numel() * plan.runs_per_page
@@ -202,7 +202,7 @@ def launch(
     words = -(-plan.run_bytes // size)
     if plan.storage == "int8":
         block = triton.next_power_of_2(words)
-        # Fused, q * factor + ROUNDER would round once where the definition rounds twice.
+        # Fused, q * factor + ROUNDER would round once. The definition rounds twice.
         copy_int8[(runs, 1)](
             rows, slots, pages, *sizes, **constants, BLOCK=block, KIND=FLOAT_KINDS[dtype],
             enable_fp_fusion=False,

@@ -1,15 +1,14 @@
-"""What computing and loading cost: the arithmetic behind every answer to "does offloading pay?".
+"""The cost model of computing and loading: it answers whether offloading pays.
 
 Pure functions of measured or given figures: no clock, no I/O. The planner, the simulator, the
-break-even benchmark and the adaptive prefetch policy all ask this one model, so that what is
-promised, replayed, measured and decided are the same thing.
+break-even benchmark and the adaptive prefetch policy all use this model, so their results agree.
 
-Loading a run pays when its tier brings tokens sooner than the engine computes them: for long runs,
-when bytes per second exceed bytes per token times the prefill rate (`bandwidth_to_pay`). A
-compressing tier brings raw bytes at `effective_bandwidth`. Computing the front of a run while its
-rest is loaded takes N / (Rc + Rl) for N tokens at the two rates (`two_ended_s`), at best half of
-the better of the two. A store that is waited for on both ways pays only above a hit rate
-(`hit_rate_to_pay`).
+Loading a prefix pays if its tier delivers tokens faster than the engine computes them. For long
+prefixes, that is if the bytes per second exceed bytes per token times the prefill rate
+(`bandwidth_to_pay`). A compressing tier delivers raw bytes at `effective_bandwidth`. Computing the
+first tokens while the others are loaded takes N / (Rc + Rl) for N tokens at the two rates
+(`split_load_s`), at best half of the better of the two. If requests wait for saves as well as for
+loads, the store pays only above a certain hit rate (`hit_rate_to_pay`).
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from typing import Any
 
 from kvstore.errors import ConfigError
 
-TOKENS_MAX = 1 << 20
-"""Longest run a break-even length is looked for."""
+MAX_TOKENS = 1 << 20
+"""Maximum prefix length in the search for a break-even length."""
 
 
 @dataclass(frozen=True)
 class PrefillCurve:
     """Seconds to prefill a cold prompt, from measured points.
 
-    points: (tokens, seconds) of cold prompts, by strictly growing tokens.
+    points: (tokens, seconds) of cold prompts, with strictly increasing tokens.
 
-    Between points, and from nothing at 0 tokens to the first, the curve is a straight line. Seconds
-    that fall from one point to a longer one are noise: the earlier, larger ones are kept. Beyond
-    the last point it goes on by `a n + b n^2`, the linear part for the weights and the square for
-    attention, as the least squares of relative errors over the points give a and b (neither below
-    zero), moved to pass through the last point. A single point gives b = 0.
+    Between points, and from (0, 0) to the first, the curve is a straight line. Seconds that fall
+    from one point to a longer one are noise: the earlier, larger ones are kept. Beyond the last
+    point the curve continues as `a n + b n^2`, the linear part for the weights and the square for
+    attention. A least-squares fit of the relative errors over the points gives a and b (neither
+    below zero); the result is shifted to pass through the last point. A single point gives b = 0.
 
     Raises:
-        ConfigError: no points, or tokens or seconds that are not positive and finite, or in the
-            wrong order.
+        ConfigError: no points; tokens or seconds that are not positive and finite; tokens that do
+            not increase.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -56,26 +55,30 @@ class PrefillCurve:
         for tokens, seconds in self.points:
             if not tokens > before:
                 raise ConfigError(
-                    f"a prefill curve has {tokens} tokens after {before}; they must grow from 1 on"
+                    f"prefill curve: tokens must increase from 1 on (got {tokens} after {before})"
                 )
             if not 0 < seconds < math.inf:
-                raise ConfigError(f"{tokens} tokens are prefilled in {seconds} s; it must be more")
+                raise ConfigError(
+                    f"prefill curve: seconds must be above 0 (got {seconds} for {tokens} tokens)"
+                )
             before = tokens
 
     @classmethod
     def at_rate(cls, tokens_per_s: float) -> PrefillCurve:
-        """A straight curve. Raises ConfigError for a rate that is not positive and finite."""
+        """A linear curve. Raises ConfigError for a rate that is not positive and finite."""
         if not 0 < tokens_per_s < math.inf:
-            raise ConfigError(f"prefill rate is {tokens_per_s}; tokens a second above 0 are right")
+            raise ConfigError(
+                f"prefill rate must be above 0 tokens per second (got {tokens_per_s})"
+            )
         return cls(((1024, 1024 / tokens_per_s),))
 
     @classmethod
     def parse(cls, text: str, source: str) -> PrefillCurve:
-        """The curve that a text describes; `source` names it in messages.
+        """The curve that a text describes; `source` names the text in messages.
 
-        text: a number of tokens a second, or JSON
+        text: a number of tokens per second, or JSON
             `{"model": ..., "points": [{"tokens": 1024, "seconds": 0.07}, ...]}`, points in any
-            order; other keys are left alone.
+            order; other keys are ignored.
 
         Raises:
             ConfigError: neither of the two, or figures that no prefill can have.
@@ -93,10 +96,10 @@ class PrefillCurve:
 
     @classmethod
     def read(cls, rate_or_file: str) -> PrefillCurve:
-        """The curve of an option's value: tokens a second, or the path of a file for `parse`.
+        """The curve of an option's value: tokens per second, or the path of a file for `parse`.
 
         Raises:
-            ConfigError: what `parse` says, or the file cannot be read.
+            ConfigError: like `parse`, or the file cannot be read.
         """
         try:
             return cls.at_rate(float(rate_or_file))
@@ -110,7 +113,7 @@ class PrefillCurve:
         return cls.parse(text, rate_or_file)
 
     def cold_s(self, tokens: int) -> float:
-        """Seconds to prefill a prompt of which nothing is there."""
+        """Seconds to prefill a prompt without any cached block."""
         if tokens <= 0:
             return 0.0
         lengths, seconds, (linear, square) = self._tables
@@ -123,18 +126,18 @@ class PrefillCurve:
         return seconds[index - 1] + part * (seconds[index] - seconds[index - 1])
 
     def seconds(self, start: int, end: int) -> float:
-        """Seconds to compute tokens start..end when those before start are there."""
+        """Seconds to compute tokens start..end when those before start are cached."""
         return max(0.0, self.cold_s(end) - self.cold_s(start)) if end > start else 0.0
 
     @cached_property
     def _tables(self) -> tuple[list[int], list[float], tuple[float, float]]:
-        """Lengths, never falling seconds, and (a, b) of the part beyond them."""
+        """Lengths, non-decreasing seconds, and (a, b) of the part beyond the last point."""
         lengths = [0, *(tokens for tokens, _ in self.points)]
         seconds = [0.0, *accumulate((seconds for _, seconds in self.points), max)]
         return lengths, seconds, _fit(lengths[1:], seconds[1:])
 
 
-_WANTED = 'write tokens a second, or JSON like {"points": [{"tokens": 1024, "seconds": 0.07}, ...]}'
+_WANTED = 'use tokens per second, or JSON like {"points": [{"tokens": 1024, "seconds": 0.07}, ...]}'
 
 
 def _point(point: Any, source: str) -> tuple[int, float]:
@@ -142,7 +145,7 @@ def _point(point: Any, source: str) -> tuple[int, float]:
     seconds = point.get("seconds") if isinstance(point, dict) else None
     wrong_seconds = isinstance(seconds, bool) or not isinstance(seconds, (int, float))
     if type(tokens) is not int or wrong_seconds:
-        raise ConfigError(f"prefill rate {source}: {point!r} is no point; {_WANTED}")
+        raise ConfigError(f"prefill rate {source}: {point!r} is not a valid point; {_WANTED}")
     assert isinstance(seconds, (int, float))
     return tokens, float(seconds)
 
@@ -177,13 +180,16 @@ class TierSpeed:
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
             raise ConfigError(
-                f"tier {self.name!r} reads {self.bytes_per_s} bytes a second; it must be more"
+                f"tier {self.name!r}: bytes per second must be above 0 (got {self.bytes_per_s})"
             )
         if not (0 <= self.match_s < math.inf and 0 <= self.block_s < math.inf):
-            raise ConfigError(f"tier {self.name!r} has a time that is negative or not finite")
+            raise ConfigError(
+                f"tier {self.name!r}: match_s and block_s must be at least 0 and finite "
+                f"(got {self.match_s} and {self.block_s})"
+            )
 
     def seconds(self, nbytes: int, blocks: int) -> float:
-        """Seconds until all of it lies in L2; nothing takes no time."""
+        """Seconds until all blocks are in L2; 0 for no blocks."""
         if blocks <= 0:
             return 0.0
         return self.match_s + nbytes / self.bytes_per_s + blocks * self.block_s
@@ -191,11 +197,11 @@ class TierSpeed:
 
 @dataclass(frozen=True)
 class Split:
-    """How to have a run soonest: compute its first `compute` blocks while the rest is loaded.
+    """The fastest split of a prefix: compute its first `compute` blocks while the rest is loaded.
 
-    compute: 0 is loading all of it, the whole run is computing all of it.
-    seconds, load_s, compute_s: of this split, of loading all, of computing all, each with what
-        follows the run.
+    compute: 0: load all blocks; number of blocks: compute all.
+    seconds, load_s, compute_s: seconds of this split, of loading all, of computing all; each
+        includes the tokens after the prefix.
     """
 
     compute: int
@@ -208,7 +214,7 @@ class Split:
 class CostModel:
     """One engine over some tiers.
 
-    block_bytes: of one block as it lies in L2; `TierSpeed.bytes_per_s` is in these bytes.
+    block_bytes: size of a block in L2; `TierSpeed.bytes_per_s` counts these bytes.
     """
 
     prefill: PrefillCurve
@@ -217,12 +223,12 @@ class CostModel:
     block_tokens: int
 
     def tier(self, name: str) -> TierSpeed:
-        """The tier of this name. Raises ConfigError where there is none."""
+        """The tier of this name. Raises ConfigError for an unknown name."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier
         known = ", ".join(tier.name for tier in self.tiers) or "none"
-        raise ConfigError(f"no tier {name!r} in the cost model; it has {known}")
+        raise ConfigError(f"no tier {name!r} in the cost model; known tiers: {known}")
 
     def compute_s(self, start: int, end: int) -> float:
         """Seconds to compute tokens start..end after those before start."""
@@ -232,22 +238,22 @@ class CostModel:
         """Seconds to load this many blocks from one tier."""
         return self.tier(tier).seconds(blocks * self.block_bytes, blocks)
 
-    def run_load_s(self, tiers: Sequence[str]) -> float:
-        """Seconds to load blocks that lie in these tiers: tiers work side by side."""
+    def prefix_load_s(self, tiers: Sequence[str]) -> float:
+        """Seconds to load one block from each of these tiers; tiers work in parallel."""
         counts = {name: len(list(group)) for name, group in groupby(sorted(tiers))}
         return max((self.load_s(name, blocks) for name, blocks in counts.items()), default=0.0)
 
-    def break_even_tokens(self, tier: str, limit: int = TOKENS_MAX) -> int | None:
-        """The shortest run, in whole blocks, from which on loading beats computing.
+    def break_even_tokens(self, tier: str, limit: int = MAX_TOKENS) -> int | None:
+        """The shortest prefix, in tokens of whole blocks, that is loaded faster than computed.
 
-        Every longer run of up to `limit` tokens is sooner loaded as well. None: at `limit` tokens
-        computing is still no slower.
+        All longer prefixes of up to `limit` tokens are loaded faster as well. None: at `limit`
+        tokens, loading is not faster.
         """
         blocks_max = limit // self.block_tokens
         if blocks_max < 1 or self._lead_s(tier, blocks_max) <= 0:
             return None
-        for low, high in self._pieces(blocks_max):
-            # Within a piece the lead is convex, so the lengths at which it is lost are in one row.
+        for low, high in self._ranges(blocks_max):
+            # Within a range the lead is convex, so the lengths without a lead are contiguous.
             worst = _lowest(lambda n: self._lead_s(tier, n), low, high)
             if self._lead_s(tier, worst) > 0:
                 continue
@@ -262,13 +268,13 @@ class CostModel:
         return self.block_tokens
 
     def split(self, tiers: Sequence[str], first_block: int = 0, end: int = 0) -> Split:
-        """How many leading blocks to compute while the others are loaded, for the soonest end.
+        """How many leading blocks to compute while the others are loaded, to finish first.
 
-        tiers: where each block of the run lies. first_block: blocks before the run, which are
-        there. end: tokens to have in the end; those behind the run are computed after it.
+        tiers: the tier of each block. first_block: number of cached blocks before them. end: tokens
+        of the whole prompt; those after the blocks are computed last.
 
-        The best split is where the two meet: computing only grows and loading only shrinks with
-        each block moved over.
+        The best split is where the two times meet: each block moved over adds computing time and
+        removes loading time.
         """
         size, blocks = self.block_tokens, len(tiers)
         start, stop = first_block * size, (first_block + blocks) * size
@@ -278,18 +284,18 @@ class CostModel:
             return self.compute_s(start, start + compute * size)
 
         def loading_s(compute: int) -> float:
-            return self.run_load_s(tiers[compute:])
+            return self.prefix_load_s(tiers[compute:])
 
         best, best_s = meet(blocks, computing_s, loading_s)
         load_s, compute_s = loading_s(0), computing_s(blocks)
         return Split(best, best_s + rest_s, load_s + rest_s, compute_s + rest_s)
 
     def _lead_s(self, tier: str, blocks: int) -> float:
-        """Seconds by which loading a run from the start is sooner than computing it."""
+        """Seconds by which loading a prefix is faster than computing it."""
         return self.compute_s(0, blocks * self.block_tokens) - self.load_s(tier, blocks)
 
-    def _pieces(self, blocks_max: int) -> Iterator[tuple[int, int]]:
-        """Ranges of blocks, both ends in, in each of which the curve has no kink; longest first."""
+    def _ranges(self, blocks_max: int) -> Iterator[tuple[int, int]]:
+        """Ranges of blocks, ends included, without a kink of the curve; longest first."""
         size = self.block_tokens
         edges = [tokens for tokens, _ in self.prefill.points if tokens < blocks_max * size]
         high = blocks_max
@@ -301,7 +307,7 @@ class CostModel:
 
 
 def _lowest(value: Callable[[int], float], low: int, high: int) -> int:
-    """Where a convex function of the integers low..high is lowest; the last such place."""
+    """The argument at which a convex function of the integers low..high is lowest; the last one."""
     while low < high:
         middle = (low + high) // 2
         if value(middle + 1) <= value(middle):
@@ -314,11 +320,10 @@ def _lowest(value: Callable[[int], float], low: int, high: int) -> int:
 def meet(
     blocks: int, computing_s: Callable[[int], float], loading_s: Callable[[int], float]
 ) -> tuple[int, float]:
-    """How many leading blocks of a run to compute while the others are loaded, and how long both
-    take.
+    """Number of leading blocks to compute while the others are loaded, and the seconds of both.
 
-    computing_s(n): seconds to compute the first n blocks, never falling with n.
-    loading_s(n): seconds to load all but the first n, never growing with n.
+    computing_s(n): seconds to compute the first n blocks; must not decrease with n.
+    loading_s(n): seconds to load all but the first n blocks; must not increase with n.
     """
     low, high = 0, blocks
     while low < high:
@@ -332,9 +337,9 @@ def meet(
 
 
 def bandwidth_to_pay(bytes_per_token: int, prefill_tokens_per_s: float) -> float:
-    """Bytes a second above which a tier brings tokens sooner than they are computed.
+    """Bytes per second above which a tier delivers tokens faster than they are computed.
 
-    131,072 bytes a token at 15,000 tokens a second: 1.97 GB/s.
+    131,072 bytes per token at 15,000 tokens per second: 1.97 GB/s.
     """
     return bytes_per_token * prefill_tokens_per_s
 
@@ -342,26 +347,26 @@ def bandwidth_to_pay(bytes_per_token: int, prefill_tokens_per_s: float) -> float
 def effective_bandwidth(
     tier_bytes_per_s: float, ratio: float, cores: float, decode_bytes_per_s: float
 ) -> float:
-    """Raw bytes a second from a tier whose frames are compressed.
+    """Raw bytes per second from a tier with compressed frames.
 
-    ratio: raw over stored bytes. cores: that decode at once. decode_bytes_per_s: raw bytes a
-    second of one core; infinite where nothing is decoded.
+    ratio: raw bytes per stored byte. cores: number of cores that decode. decode_bytes_per_s: raw
+    bytes per second of one core; infinite without decoding.
     """
     return min(ratio * tier_bytes_per_s, cores * decode_bytes_per_s)
 
 
-def two_ended_s(tokens: float, compute_per_s: float, load_per_s: float) -> float:
-    """Seconds to have tokens computed from one end and loaded from the other: N / (Rc + Rl)."""
+def split_load_s(tokens: float, compute_per_s: float, load_per_s: float) -> float:
+    """Seconds to compute tokens from one end and load them from the other: N / (Rc + Rl)."""
     return tokens / (compute_per_s + load_per_s)
 
 
 def hit_rate_to_pay(cold_s: float, pure_s: float, warm_s: float) -> float:
-    """Hit rate above which a store that is waited for on both ways pays.
+    """Hit rate above which a store pays if requests wait for both loads and saves.
 
-    cold_s: a request that misses and waits for its save. pure_s: one without any store. warm_s: one
-    that hits. The mean `h warm + (1 - h) cold` is below `pure` for h above
-    (cold - pure) / (cold - warm); 1.0 where hits are no quicker than having no store. Saving behind
-    the answer makes cold equal pure, and the rate 0.
+    cold_s: seconds of a request that misses and waits for its save. pure_s: of one without a store.
+    warm_s: of one that hits. The mean `h warm + (1 - h) cold` is below `pure` for h above
+    (cold - pure) / (cold - warm). The result is 1.0 if hits are not faster than no store. If saves
+    run after the response, cold equals pure and the rate is 0.
     """
     if warm_s >= pure_s:
         return 1.0
@@ -369,11 +374,10 @@ def hit_rate_to_pay(cold_s: float, pure_s: float, warm_s: float) -> float:
 
 
 def gpu_seconds_saved(computing_s: float, loading_s: float = 0.0) -> float:
-    """GPU seconds that hits spare: what computing them would have taken, less what the device is
-    kept busy by taking them in."""
+    """GPU seconds saved by hits: seconds of computing the tokens, less seconds of loading them."""
     return computing_s - loading_s
 
 
 def dollars_per_million_tokens(gpu_s: float, tokens: int, dollars_per_gpu_hour: float) -> float:
-    """Cost of GPU seconds per million tokens served; 0.0 where none were."""
+    """Cost of GPU seconds per million tokens; 0.0 for no tokens."""
     return gpu_s * dollars_per_gpu_hour / 3600.0 * 1e6 / tokens if tokens else 0.0

@@ -1,8 +1,8 @@
-"""What the adaptive policy has learnt: seconds to prefill, and seconds to load from each tier.
+"""Estimates of the adaptive policy: seconds to prefill, and seconds to load from each tier.
 
-Fed with times that others measured; there is no clock here. Memory is bounded, and no single
-strange time can turn an estimate: a prefill time moves its cell by a bounded factor unless the next
-one agrees with it, a tier's line is the median of the slopes and offsets of its last times.
+The callers measure; there is no clock here. Memory is bounded, and no single outlier changes an
+estimate much. A prefill time moves its cell by a bounded factor unless the next time confirms it. A
+tier's line is the median of the slopes and offsets of its last times.
 """
 
 from __future__ import annotations
@@ -14,39 +14,40 @@ from statistics import median
 from typing import Final
 
 GAIN: Final = 0.3
-"""Share of the way that a new prefill time moves its cell's estimate (of the logarithm)."""
-STRANGE: Final = math.log(2.0)
-"""A time further from its estimate counts as if it were so far, unless the last one was too."""
-STEPS_SUMMED: Final = 64
-"""Steps of a long prefill that are added one by one; beyond, they are taken to be alike."""
+"""Fraction of the difference by which a new prefill time moves its cell's estimate (logarithm)."""
+OUTLIER_LOG: Final = math.log(2.0)
+"""A larger difference from the estimate counts as this one, unless the last time had it too."""
+MAX_STEPS_SUMMED: Final = 64
+"""Maximum steps of a long prefill that are added one by one; the rest count like the last."""
 LOADS_KEPT: Final = 32
-"""Times kept of each tier."""
-GUESS: Final = 4.0
-"""How far from the edge of a wide range a guess is made, and a belief is moved by one."""
-TINY_S: Final = 1e-6
-"""No load is taken to be shorter."""
-TIGHT: Final = 0.15
-"""An arrival seen within this share of its time counts as seen when it came."""
+"""Number of times kept per tier."""
+GUESS_FACTOR: Final = 4.0
+"""Factor between the bound of a wide range and the guessed time, and maximum factor by which one
+observation moves an estimate."""
+MIN_S: Final = 1e-6
+"""Minimum duration of a load."""
+EXACT_FRACTION: Final = 0.15
+"""An arrival observed within this fraction of its time counts as exact."""
 
 
 class _Cell:
-    """Seconds a token of steps of about one size behind a context of about one length, and how many
-    tokens they have in the mean."""
+    """Steps of about one size after a context of about one length: mean tokens, and the logarithm
+    of the mean seconds per token."""
 
-    __slots__ = ("log_s", "seen", "strange", "tokens")
+    __slots__ = ("log_s", "outlier_side", "seen", "tokens")
 
     def __init__(self, log_s: float, tokens: int) -> None:
         self.log_s = log_s
         self.tokens = float(tokens)
         self.seen = 1
-        self.strange = 0
+        self.outlier_side = 0
 
     def add(self, log_s: float, tokens: int) -> None:
         change = log_s - self.log_s
-        side = (change > STRANGE) - (change < -STRANGE)
-        if side and side != self.strange:
-            change = side * STRANGE
-        self.strange = side
+        side = (change > OUTLIER_LOG) - (change < -OUTLIER_LOG)
+        if side and side != self.outlier_side:
+            change = side * OUTLIER_LOG
+        self.outlier_side = side
         self.seen += 1
         gain = max(1.0 / self.seen, GAIN)
         self.log_s += gain * change
@@ -54,16 +55,15 @@ class _Cell:
 
     @property
     def seconds(self) -> float:
-        """Of a step of the mean size."""
+        """Seconds of a step of the mean size."""
         return self.tokens * math.exp(self.log_s)
 
 
 class PrefillTimes:
     """Seconds of a prefill step by its tokens and the tokens before it.
 
-    A cell for each power of two of both; what has no cell yet is read from the nearest one. Longer
-    steps than any seen are taken to go on as the two longest do: a step costs something however
-    short it is.
+    There is one cell per power of two of both; the nearest cell stands for one without data. Steps
+    longer than any seen are extrapolated from the two longest, because each step has a fixed cost.
     """
 
     def __init__(self) -> None:
@@ -72,17 +72,17 @@ class PrefillTimes:
 
     @property
     def known(self) -> bool:
-        """Some step was seen."""
+        """Whether any step was recorded."""
         return bool(self._cells)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest step seen."""
+        """Tokens of the longest recorded step."""
         return self._longest
 
     def add(self, start: int, tokens: int, seconds: float) -> None:
-        """`tokens` tokens behind `start` others took one step of so many seconds."""
-        if tokens < 1 or not TINY_S * TINY_S < seconds < math.inf:
+        """Record a step that computed `tokens` tokens after `start` others in `seconds`."""
+        if tokens < 1 or not MIN_S * MIN_S < seconds < math.inf:
             return
         log_s = math.log(seconds / tokens)
         where = (tokens.bit_length(), start.bit_length())
@@ -94,12 +94,12 @@ class PrefillTimes:
         self._longest = max(self._longest, tokens)
 
     def seconds(self, start: int, end: int) -> float:
-        """To compute tokens start..end, in steps no longer than twice the longest seen."""
+        """Seconds to compute tokens start..end, in steps of at most twice the longest recorded."""
         total_s, steps = 0.0, 0
         while start < end:
             tokens = min(end - start, 2 * self._longest)
             step_s = self._step_s(start, tokens)
-            if steps == STEPS_SUMMED:
+            if steps == MAX_STEPS_SUMMED:
                 return total_s + step_s * (end - start) / tokens
             total_s += step_s
             start += tokens
@@ -122,17 +122,17 @@ class PrefillTimes:
 
     def _nearest(self, size: int, context: int) -> tuple[int, int]:
         def distance(where: tuple[int, int]) -> tuple[int, int, int]:
-            # How many tokens a step has says more about a token than what stands before them.
+            # The size of a step affects the time per token more than the context before it.
             return (2 * abs(where[0] - size) + abs(where[1] - context), -where[0], -where[1])
 
         return min(self._cells, key=distance)
 
 
 class LoadTimes:
-    """Seconds until n blocks of one tier have arrived: a line through the last times seen.
+    """Seconds until n blocks of one tier have arrived: a line through the last times.
 
-    The slope is the median of the slopes between any two times (Theil and Sen), so that up to a
-    quarter of them may be anything.
+    The slope is the median of the slopes between any two times (Theil and Sen), so up to a quarter
+    of the times may be outliers.
     """
 
     def __init__(self) -> None:
@@ -141,53 +141,53 @@ class LoadTimes:
 
     @property
     def known(self) -> bool:
-        """Some arrival was seen."""
+        """Whether any arrival was recorded."""
         return bool(self._seen)
 
     def add(self, blocks: int, low_s: float, high_s: float) -> None:
-        """The last of so many blocks came later than low_s and no later than high_s.
+        """Record that block number `blocks` arrived after low_s and at most high_s seconds.
 
-        Whoever computes meanwhile looks rarely. Such a wide range says something only where the
-        estimate lies outside it: then all times kept are moved along. Without an estimate, or below
-        the old one, it is a guess on the short side: whoever waits too long is told so, and whoever
-        does not wait learns nothing.
+        An engine that computes meanwhile observes rarely, so the range may be wide. A wide range
+        counts only if the estimate is outside it; then all recorded times are scaled. Without an
+        estimate, or below the old one, a short time is guessed: a wait that is too long corrects
+        the estimate, a load that was not tried does not.
         """
         if blocks < 1 or not 0 <= low_s <= high_s:
             return
-        if math.isfinite(high_s) and high_s - low_s <= TIGHT * high_s:
+        if math.isfinite(high_s) and high_s - low_s <= EXACT_FRACTION * high_s:
             self._keep(blocks, high_s)
         elif not self.known:
             if math.isfinite(high_s):
-                self._keep(blocks, max(low_s, high_s / GUESS))
+                self._keep(blocks, max(low_s, high_s / GUESS_FACTOR))
             elif low_s:
-                self._keep(blocks, GUESS * low_s)
+                self._keep(blocks, GUESS_FACTOR * low_s)
         else:
             believed_s = self.seconds(blocks)
             if believed_s > high_s:
                 self._move(max(low_s, high_s / 2) / believed_s)
             elif believed_s < low_s:
-                self._move(low_s / max(believed_s, TINY_S))
+                self._move(low_s / max(believed_s, MIN_S))
 
     def _keep(self, blocks: int, seconds: float) -> None:
         self._seen.append((blocks, seconds))
         self._line = None
 
     def _move(self, factor: float) -> None:
-        """All times are so many times as long as believed; no single word moves them far."""
-        factor = min(max(factor, 1 / GUESS), GUESS)
-        moved = [(n, max(s, TINY_S) * factor) for n, s in self._seen]
+        """Scale all times by `factor`, limited to GUESS_FACTOR in both directions."""
+        factor = min(max(factor, 1 / GUESS_FACTOR), GUESS_FACTOR)
+        moved = [(n, max(s, MIN_S) * factor) for n, s in self._seen]
         self._seen.clear()
         self._seen.extend(moved)
         self._line = None
 
     def seconds(self, blocks: float) -> float:
-        """Until this many blocks of one load have arrived."""
+        """Seconds until this many blocks of one load have arrived."""
         first_s, block_s = self.line
         return first_s + blocks * block_s if blocks > 0 else 0.0
 
     @property
     def line(self) -> tuple[float, float]:
-        """Seconds of a load whatever its length, and seconds more of each block."""
+        """(fixed seconds of a load, additional seconds per block)."""
         if self._line is None:
             slopes = [
                 (b_s - a_s) / (b - a)
@@ -195,7 +195,7 @@ class LoadTimes:
                 if a != b
             ]
             most_s = median(s / n for n, s in self._seen)
-            # Nothing is known of the offset while all loads were of one length.
+            # While all loads had the same length, the offset is unknown.
             block_s = min(max(0.0, median(slopes)), most_s) if slopes else most_s
             first_s = median(s - n * block_s for n, s in self._seen)
             self._line = (max(0.0, first_s), block_s)

@@ -1,44 +1,41 @@
-"""How long a request waits for blocks that are on their way from below L2.
+"""Prefetch policies: how long a request waits for blocks that are being read from a tier into L2.
 
-A verdict is asked for with what is known at that moment; there is no clock here. Whatever the
-policy, no request waits longer than its cap: past that, what has arrived is used and the rest is
-computed.
+A policy decides from the state at one moment; it has no clock. Under every policy, a request waits
+at most `max_wait_ms`. Then the engine uses the blocks that have arrived and computes the rest.
+`factory` makes a policy by name; the fourth policy is in `adaptive`.
 """
 
 from __future__ import annotations
 
-import difflib
 import enum
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvstore.errors import ConfigError
-
-DEFAULT_CAP_MS: Final = 2000.0
-DEFAULT_BASE_MS: Final = 50.0
-DEFAULT_PER_KI_TOKEN_MS: Final = 100.0
+DEFAULT_MAX_WAIT_MS: Final = 2000.0
+DEFAULT_BASE_WAIT_MS: Final = 50.0
+DEFAULT_PER_1K_TOKENS_MS: Final = 100.0
 KI_TOKEN: Final = 1024
 
 
-class Verdict(enum.Enum):
-    """Wait for more, or go with what has arrived."""
+class WaitDecision(enum.Enum):
+    """Wait for more blocks, or go on with those that have arrived."""
 
     WAIT = "wait"
     GO = "go"
 
 
 class PrefetchPolicy(Protocol):
-    """Decides how long one request's prefetch may take."""
+    """Decides whether one request goes on waiting for its prefetch."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def cap_ms(self) -> float:
-        """No request waits longer."""
+    def max_wait_ms(self) -> float:
+        """Maximum time that a request waits."""
         ...
 
-    def verdict(
+    def decide(
         self,
         *,
         elapsed_ms: float,
@@ -46,12 +43,12 @@ class PrefetchPolicy(Protocol):
         tokens_ready: int,
         done: bool,
         can_start: bool,
-    ) -> Verdict:
-        """Wait or go.
+    ) -> WaitDecision:
+        """Wait, or go on.
 
-        elapsed_ms: since the request first asked.
-        tokens_wanted, tokens_ready: of the run asked for, and of its part that has arrived.
-        done: no more will arrive.
+        elapsed_ms: since the first lookup of the request.
+        tokens_wanted, tokens_ready: tokens of the requested prefix, and of its part that arrived.
+        done: no more blocks will arrive.
         can_start: the engine has room for the request now.
         """
         ...
@@ -59,12 +56,12 @@ class PrefetchPolicy(Protocol):
 
 @dataclass(frozen=True)
 class BestEffort:
-    """Never wait on account of the store: go with what has arrived when the engine could start."""
+    """Go on with the arrived blocks as soon as the engine can start the request."""
 
-    cap_ms: float = DEFAULT_CAP_MS
+    max_wait_ms: float = DEFAULT_MAX_WAIT_MS
     name: str = "best_effort"
 
-    def verdict(
+    def decide(
         self,
         *,
         elapsed_ms: float,
@@ -72,18 +69,19 @@ class BestEffort:
         tokens_ready: int,
         done: bool,
         can_start: bool,
-    ) -> Verdict:
-        return Verdict.GO if done or can_start or elapsed_ms >= self.cap_ms else Verdict.WAIT
+    ) -> WaitDecision:
+        go = done or can_start or elapsed_ms >= self.max_wait_ms
+        return WaitDecision.GO if go else WaitDecision.WAIT
 
 
 @dataclass(frozen=True)
 class WaitComplete:
-    """Wait for the whole run, up to the cap."""
+    """Wait for the whole prefix, at most max_wait_ms."""
 
-    cap_ms: float = DEFAULT_CAP_MS
+    max_wait_ms: float = DEFAULT_MAX_WAIT_MS
     name: str = "wait_complete"
 
-    def verdict(
+    def decide(
         self,
         *,
         elapsed_ms: float,
@@ -91,20 +89,20 @@ class WaitComplete:
         tokens_ready: int,
         done: bool,
         can_start: bool,
-    ) -> Verdict:
-        return Verdict.GO if done or elapsed_ms >= self.cap_ms else Verdict.WAIT
+    ) -> WaitDecision:
+        return WaitDecision.GO if done or elapsed_ms >= self.max_wait_ms else WaitDecision.WAIT
 
 
 @dataclass(frozen=True)
 class Timeout:
-    """Wait for a base time and a part for each 1,024 tokens wanted, up to the cap."""
+    """Wait base_wait_ms plus per_1k_tokens_ms per 1,024 tokens wanted, at most max_wait_ms."""
 
-    base_ms: float = DEFAULT_BASE_MS
-    per_ki_token_ms: float = DEFAULT_PER_KI_TOKEN_MS
-    cap_ms: float = DEFAULT_CAP_MS
+    base_wait_ms: float = DEFAULT_BASE_WAIT_MS
+    per_1k_tokens_ms: float = DEFAULT_PER_1K_TOKENS_MS
+    max_wait_ms: float = DEFAULT_MAX_WAIT_MS
     name: str = "timeout"
 
-    def verdict(
+    def decide(
         self,
         *,
         elapsed_ms: float,
@@ -112,40 +110,7 @@ class Timeout:
         tokens_ready: int,
         done: bool,
         can_start: bool,
-    ) -> Verdict:
-        allowed_ms = self.base_ms + self.per_ki_token_ms * tokens_wanted / KI_TOKEN
-        late = elapsed_ms >= min(allowed_ms, self.cap_ms)
-        return Verdict.GO if done or late else Verdict.WAIT
-
-
-PREFETCH_POLICIES: Final = ("best_effort", "wait_complete", "timeout", "adaptive")
-
-
-def prefetch_policy(
-    name: str,
-    *,
-    base_ms: float = DEFAULT_BASE_MS,
-    per_ki_token_ms: float = DEFAULT_PER_KI_TOKEN_MS,
-    cap_ms: float = DEFAULT_CAP_MS,
-) -> PrefetchPolicy:
-    """The policy of this name; times in milliseconds.
-
-    Raises ConfigError: an unknown name (says the nearest right one), or a time that is negative or
-    not finite.
-    """
-    times = {"base_ms": base_ms, "per_ki_token_ms": per_ki_token_ms, "cap_ms": cap_ms}
-    for what, value in times.items():
-        if not 0 <= value < float("inf"):
-            raise ConfigError(f"prefetch {what} is {value}; a time of 0 ms or more is right")
-    if name == "best_effort":
-        return BestEffort(cap_ms)
-    if name == "wait_complete":
-        return WaitComplete(cap_ms)
-    if name == "timeout":
-        return Timeout(base_ms, per_ki_token_ms, cap_ms)
-    if name == "adaptive":
-        from kvstore.prefetch.adaptive import Adaptive  # it is made of what is above
-
-        return Adaptive(cap_ms, Timeout(base_ms, per_ki_token_ms, cap_ms))
-    near = difflib.get_close_matches(name, PREFETCH_POLICIES, n=1, cutoff=0.0)[0]
-    raise ConfigError(f"unknown prefetch policy {name!r}; the nearest is {near!r}")
+    ) -> WaitDecision:
+        allowed_ms = self.base_wait_ms + self.per_1k_tokens_ms * tokens_wanted / KI_TOKEN
+        late = elapsed_ms >= min(allowed_ms, self.max_wait_ms)
+        return WaitDecision.GO if done or late else WaitDecision.WAIT

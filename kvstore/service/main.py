@@ -1,4 +1,4 @@
-"""The sidecar's process: store, hot path and HTTP side together, from start to clean end."""
+"""The sidecar process: runs the store, the socket server and the HTTP server."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import uvicorn
 from kvstore.config.settings import ServerSettings, Settings
 from kvstore.errors import ConfigError
 from kvstore.events.engine_index import EngineIndex
-from kvstore.events.publisher import L2Events
-from kvstore.service.auth import Tenants
-from kvstore.service.http.admin_routes import add_care
+from kvstore.events.publisher import L2EventPublisher
+from kvstore.service.access.auth import Tenants
+from kvstore.service.http.admin_routes import add_admin_routes
 from kvstore.service.http.app import Service, build_app
 from kvstore.service.http.dashboard import Views, add_dashboard
 from kvstore.service.http.engines import add_engines
 from kvstore.service.http.listing import add_listing
-from kvstore.service.ipc.socket_server import HotPath
+from kvstore.service.http.prefix_index import PrefixIndex
+from kvstore.service.ipc.socket_server import SocketServer
 from kvstore.service.ipc.sockets import BACKLOG, listen
-from kvstore.service.prefix_index import PrefixIndex
 from kvstore.service.reload import Reloader, add_reload
-from kvstore.store.assembly import build_store, check, retune
+from kvstore.store.assembly import build_store, check_settings, prepare_reload
 from kvstore.store.store import Store
 from kvstore.telemetry import logs
 from kvstore.telemetry.history import History
@@ -38,7 +38,7 @@ from kvstore.telemetry.tracing import open_tracer
 log = logging.getLogger(__name__)
 
 HTTP_STOP_S = 5
-"""How long requests under way may take to end once the sidecar is told to stop."""
+"""Longest time for running requests to end after the sidecar is told to stop."""
 
 
 def serve(
@@ -48,13 +48,13 @@ def serve(
 ) -> None:
     """Run the sidecar until SIGTERM or SIGINT. In the main thread.
 
-    announce: called with one line once both sides take callers, and after each reload by SIGHUP.
-    reread: reads the configuration anew, for a reload; None where there is no file.
+    announce: called with one line once both servers accept clients, and after a reload by SIGHUP.
+    reread: reads the configuration again for a reload; None without a configuration file.
 
-    Raises ConfigError: whatever keeps it from starting (socket or port in use, slab too large,
-    an unknown name, a folder in use), before anything else is touched.
+    Raises ConfigError: the sidecar cannot start (socket or port in use, slab too large, an unknown
+    name, a folder in use). Nothing else has been changed then.
     """
-    check(settings)
+    check_settings(settings)
     logs.configure(settings.log)
     stop = Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -68,88 +68,91 @@ def serve(
             ending.callback(tracer.close)
         record = tracer.record if tracer is not None else None
         store = build_store(settings, record)
-        ending.callback(lambda: _close_store(store, reloader.settings.limits.flush_ms / 1e3))
+        ending.callback(
+            lambda: _close_store(store, reloader.settings.limits.shutdown_drain_timeout / 1e3)
+        )
         prefixes = PrefixIndex()
-        tenants = Tenants(settings.server.tokens, settings.server.admin_token)
-        hot = HotPath(
+        tenants = Tenants(settings.server.auth_tokens, settings.server.admin_auth_token)
+        socket_server = SocketServer(
             store,
             listener,
             tenants=tenants,
-            max_clients=settings.limits.clients,
-            hello_s=settings.limits.hello_ms / 1e3,
+            max_clients=settings.limits.max_clients,
+            handshake_timeout_s=settings.limits.handshake_timeout / 1e3,
             stats=lambda: stats(),
-            asked=prefixes.asked,
+            on_lookup=prefixes.record_lookup,
             record=record,
         )
         service = Service(
             store=store,
             tenants=tenants,
             stats=lambda: stats(),
-            ready=lambda: not (stop.told or server.should_exit),
-            max_transfers=settings.limits.transfers,
-            transfer_s=settings.limits.transfer_ms / 1e3,
-            flush_s=settings.limits.flush_ms / 1e3,
+            ready=lambda: not (stop.requested or server.should_exit),
+            max_transfers=settings.limits.max_http_transfers,
+            transfer_timeout_s=settings.limits.http_transfer_timeout / 1e3,
+            flush_timeout_s=settings.limits.shutdown_drain_timeout / 1e3,
             hash=settings.hash,
             tracer=tracer,
         )
         ending.callback(service.close)
-        reloader = Reloader(settings, reread, partial(_retune, store, hot, service), announce)
+        apply = partial(_apply_settings, store, socket_server, service)
+        reloader = Reloader(settings, reread, apply, announce)
         reloader.start()
         ending.callback(reloader.close)
-        signal.signal(signal.SIGHUP, reloader.told)
+        signal.signal(signal.SIGHUP, reloader.on_signal)
 
         engines = _listen_to_engines(settings.server.kv_events, ending)
-        told = _publish_l2(settings.server, store, ending)
+        l2_events = _publish_l2(settings.server, store, ending)
 
         def stats() -> dict[str, Any]:
-            own = {**store.stats(), "service": hot.snapshot(), "http": service.snapshot()}
+            own = {**store.stats(), "service": socket_server.snapshot(), "http": service.snapshot()}
             own["reloads"] = reloader.snapshot()
             own |= {} if engines is None else {"engines": engines.snapshot()}
-            return own if told is None else {**own, "l2_events": told.snapshot()}
+            return own if l2_events is None else {**own, "l2_events": l2_events.snapshot()}
 
-        history = History(lambda: stats(), prefixes.digest)
+        history = History(lambda: stats(), prefixes.process_lookups)
         ending.callback(history.close)
         server = _http_server(service, engines, reloader, Views(store, stats, prefixes, history))
         history.start()
-        hot.start()
-        ending.callback(hot.stop)
-        # What lives until the end need not be looked through by every collection.
+        socket_server.start()
+        ending.callback(socket_server.stop)
+        # These objects live until the end, so that the garbage collector need not scan them.
         gc.freeze()
         host, port = web.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         announce(f"kvstore ready: socket {settings.server.socket}, http://{shown}:{port}, {store}")
-        stop.end(server)
+        stop.attach(server)
         server.run(sockets=[web])
         log.info("stopping")
 
 
 class Stop:
-    """The handler of SIGTERM and SIGINT: tells the HTTP server to end, now or once it is there.
+    """The handler of SIGTERM and SIGINT: stops the HTTP server, now or once it exists.
 
-    uvicorn has handlers of its own while it runs, and raises the signal again when it has ended.
-    Outside of that these signals must not end the process half way through.
+    While uvicorn runs it has its own handlers, and raises the signal again at its end. Before and
+    after that, these signals must not end the process abruptly.
     """
 
     def __init__(self) -> None:
-        self.told = False
+        self.requested = False
         self._server: uvicorn.Server | None = None
 
     def __call__(self, number: int, frame: object) -> None:
-        self.told = True
+        self.requested = True
         if self._server is not None:
             self._server.should_exit = True
 
-    def end(self, server: uvicorn.Server) -> None:
-        """End this one when told to, or if that has happened."""
+    def attach(self, server: uvicorn.Server) -> None:
+        """Stop this server at a signal, or now if a signal has already come."""
         self._server = server
-        if self.told:
+        if self.requested:
             server.should_exit = True
 
 
 def _listen_to_engines(endpoints: Sequence[str], ending: ExitStack) -> EngineIndex | None:
-    """An index of what the engines at these endpoints hold; None where there are none.
+    """An index of the blocks of the engines at these endpoints; None without endpoints.
 
-    Raises ConfigError: an endpoint that is none, or pyzmq is not installed.
+    Raises ConfigError: an endpoint is invalid, or pyzmq is not installed.
     """
     if not endpoints:
         return None
@@ -158,51 +161,58 @@ def _listen_to_engines(endpoints: Sequence[str], ending: ExitStack) -> EngineInd
     return index
 
 
-def _publish_l2(server: ServerSettings, store: Store, ending: ExitStack) -> L2Events | None:
-    """What publishes L2's changes; None where nobody wants it.
+def _publish_l2(server: ServerSettings, store: Store, ending: ExitStack) -> L2EventPublisher | None:
+    """A publisher of L2's changes; None if not configured.
 
-    Raises ConfigError: an endpoint that cannot be bound, or pyzmq is not installed.
+    Raises ConfigError: an endpoint cannot be bound, or pyzmq is not installed.
     """
     if not server.kv_events_publish:
         if server.kv_events_replay:
-            raise ConfigError("server.kv_events_replay without server.kv_events_publish")
+            raise ConfigError("server.kv_events_replay requires server.kv_events_publish")
         return None
     sockets = _event_sockets("server.kv_events_publish")
     publisher = sockets.Publisher(server.kv_events_publish, replay=server.kv_events_replay)
     ending.callback(publisher.close)
-    told = L2Events(store.brain.changes, store.brain.lock, publisher)
-    ending.callback(told.close)
-    return told
+    l2_events = L2EventPublisher(store.manager.events, store.manager.lock, publisher)
+    ending.callback(l2_events.close)
+    return l2_events
 
 
 def _event_sockets(setting: str) -> Any:
     try:
         return importlib.import_module("kvstore.events.zmq")
     except ModuleNotFoundError:
-        raise ConfigError(f"{setting} needs pyzmq; pip install 'kvstore-offload[events]'") from None
+        raise ConfigError(
+            f"{setting} requires pyzmq: pip install 'kvstore-offload[events]'"
+        ) from None
 
 
-def _retune(store: Store, hot: HotPath, service: Service, settings: Settings) -> Callable[[], None]:
-    """What sets these settings, in all of `reload.RELOADS`. Raises ConfigError: they are wrong."""
+def _apply_settings(
+    store: Store, socket_server: SocketServer, service: Service, settings: Settings
+) -> Callable[[], None]:
+    """A function that applies the reloadable settings. Raises ConfigError: they are invalid."""
     logs.check(settings.log)
-    set_store = retune(store, settings)
+    set_store = prepare_reload(store, settings)
     server, limits = settings.server, settings.limits
 
-    def set_them() -> None:
+    def apply() -> None:
         logs.configure(settings.log)
         set_store()
-        service.tenants.replace(server.tokens, server.admin_token)
-        hot.bound(limits.clients, limits.hello_ms / 1e3)
-        service.transfer_s, service.flush_s = limits.transfer_ms / 1e3, limits.flush_ms / 1e3
+        service.tenants.replace(server.auth_tokens, server.admin_auth_token)
+        socket_server.set_limits(limits.max_clients, limits.handshake_timeout / 1e3)
+        service.transfer_timeout_s, service.flush_timeout_s = (
+            limits.http_transfer_timeout / 1e3,
+            limits.shutdown_drain_timeout / 1e3,
+        )
 
-    return set_them
+    return apply
 
 
 def _http_server(
     service: Service, engines: EngineIndex | None, reloader: Reloader, views: Views
 ) -> uvicorn.Server:
     app = build_app(service)
-    add_care(app, service)
+    add_admin_routes(app, service)
     add_reload(app, service, reloader)
     add_dashboard(app, service, views)
     add_listing(app, service)
@@ -221,14 +231,14 @@ def _http_server(
 
 
 def _close_store(store: Store, flush_s: float) -> None:
-    """Write what is queued, within a bound; close, which asserts that every slot came back."""
+    """Write queued blocks within `flush_s`, then close. Close asserts that all slots are free."""
     if not store.flush(flush_s):
-        log.warning("not everything was written within %g s", flush_s)
+        log.warning("shutdown: not all queued blocks were written within %g s", flush_s)
     store.close()
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """The HTTP side's listening socket. Raises ConfigError: in use, or no such address."""
+    """The HTTP server's listening socket. Raises ConfigError: in use, or an invalid address."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         sock = socket.socket(family, socket.SOCK_STREAM)

@@ -1,7 +1,7 @@
-"""Reading the configuration anew without a restart: on SIGHUP, and when an administrator asks.
+"""Configuration reload without a restart: on SIGHUP, and on an administrator's request.
 
-All of it takes effect or nothing: what is read is checked whole, what cannot change while the
-sidecar runs is looked for, and only then is anything set, by steps that cannot fail.
+A reload applies all changes or none. It reads and checks the whole configuration, and rejects
+changes that need a restart. Only then does it apply the changes, by steps that cannot fail.
 
     POST /v1/reload
 """
@@ -21,69 +21,70 @@ from pydantic import BaseModel
 
 from kvstore.config.settings import Settings
 from kvstore.errors import ConfigError
-from kvstore.service.http.app import Service, bearer
+from kvstore.service.http.app import Service, bearer_token
 from kvstore.store.assembly import tier_config
 
 log = logging.getLogger(__name__)
 
-RELOADS: Final = frozenset(
+RELOADABLE: Final = frozenset(
     {
-        "l2.ttl_ms",
-        "l2.pin_share",
+        "l2.ttl",
+        "l2.max_pinned_fraction",
         "l2.quota",
-        "tiers.read_rate",
-        "tiers.write_rate",
-        "tiers.queue_ms",
+        "tiers.read_bandwidth_limit",
+        "tiers.write_bandwidth_limit",
+        "tiers.queue_time",
         "tiers.quota",
         "write.policy",
         "write.selective_hits",
-        "server.tokens",
-        "server.admin_token",
-        "limits.clients",
-        "limits.queue_blocks",
-        "limits.tier_deadline_ms",
+        "server.auth_tokens",
+        "server.admin_auth_token",
+        "limits.max_clients",
+        "limits.write_queue_blocks",
+        "limits.tier_timeout",
         "limits.breaker_failures",
-        "limits.breaker_reset_ms",
-        "limits.hello_ms",
-        "limits.transfer_ms",
-        "limits.flush_ms",
+        "limits.breaker_reset",
+        "limits.handshake_timeout",
+        "limits.http_transfer_timeout",
+        "limits.shutdown_drain_timeout",
         "log.format",
         "log.level",
     }
 )
 """Keys that can change while the sidecar runs."""
-ENGINES: Final = frozenset({"prefetch"})
-"""Tables that the sidecar itself has no use for: engines read them when they start."""
-SECRET: Final = frozenset({"server.tokens", "server.admin_token"})
+ENGINE_SECTIONS: Final = frozenset({"prefetch"})
+"""Tables that the sidecar does not use: engines read them at their start."""
+SECRET_KEYS: Final = frozenset({"server.auth_tokens", "server.admin_auth_token"})
 MAX_SHOWN_CHARS: Final = 80
 
 
-class RestartNeeded(ConfigError):
-    """Something changed that cannot while the sidecar runs."""
+class RestartRequired(ConfigError):
+    """A key changed that can change only with a restart."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One key whose value differs. path: with the tier's number in it; key: without."""
+    """One key whose value differs. path: with the tier's number; key: without it."""
 
     path: str
     key: str
-    was: Any
-    now: Any
+    old: Any
+    new: Any
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON has it; secrets are not in it."""
-        if self.key in SECRET:
+    def as_json(self) -> dict[str, Any]:
+        """The change for JSON and logs, without secret values."""
+        if self.key in SECRET_KEYS:
             return {"key": self.path}
-        return {"key": self.path, "was": _shown(self.was), "now": _shown(self.now)}
+        return {"key": self.path, "old": _shown(self.old), "new": _shown(self.new)}
 
 
 class Reloader:
-    """Holds the settings in force.
+    """Keeps the settings in force, and reloads them.
 
-    read: reads them anew; None: there is nothing to read. prepare: checks settings that differ in
-    `RELOADS` only, and gives what sets them, which cannot fail. announce: told of what a signal
-    has done, in one line.
+    read: reads the settings again; None without a configuration file.
+    prepare: checks settings that differ only in `RELOADABLE` keys, and returns a function that
+        applies them and cannot fail.
+    announce: called with one line after a reload by a signal.
     """
 
     def __init__(
@@ -97,16 +98,16 @@ class Reloader:
         self._read = read
         self._prepare = prepare
         self._announce = announce
-        self._counts = {"applied": 0, "refused": 0}
+        self._counts = {"applied": 0, "rejected": 0}
         self._last_s = 0.0
         self._failed = False
-        self._turn = threading.Lock()
-        # A signal's handler interrupts anything; this queue is made to be filled from there.
+        self._lock = threading.Lock()
+        # A signal handler may run at any point; SimpleQueue is safe to use there.
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._follow_signals, name="reload", daemon=True)
 
     def start(self) -> None:
-        """Begin to follow signals."""
+        """Start to handle signals."""
         self._thread.start()
 
     def close(self) -> None:
@@ -114,28 +115,28 @@ class Reloader:
         self._signals.put(False)
         self._thread.join()
 
-    def told(self, number: int, frame: object) -> None:
-        """The handler of SIGHUP."""
+    def on_signal(self, number: int, frame: object) -> None:
+        """Handle SIGHUP."""
         self._signals.put(True)
 
     def snapshot(self) -> dict[str, Any]:
-        """For statistics: how often the configuration was set anew ("applied"), and was not
-        ("refused"); "in_force": whether the last try took effect (before the first: 1), and
-        "applied_at_s", when one last did (seconds since the epoch; 0: never)."""
+        """For statistics: number of reloads "applied" and "rejected"; "in_force": 1 if the last
+        reload was applied, or none was tried; "applied_at_s": time of the last applied reload
+        (seconds since the epoch; 0: never)."""
         return {**self._counts, "in_force": int(not self._failed), "applied_at_s": self._last_s}
 
     def reload(self) -> list[Change]:
-        """Read, check, set; what is different now.
+        """Read, check and apply the configuration. Returns the changes.
 
-        Raises ConfigError: the file is wrong, or (RestartNeeded) changes what cannot change.
-        Nothing is different then.
+        Raises ConfigError: the file is invalid. RestartRequired: a change needs a restart. Nothing
+        has changed then.
         """
-        with self._turn:
+        with self._lock:
             self._failed = True
             try:
                 changes = self._reload()
             except Exception:
-                self._counts["refused"] += 1
+                self._counts["rejected"] += 1
                 raise
             self._counts["applied"] += 1
             self._failed, self._last_s = False, time.time()
@@ -143,40 +144,40 @@ class Reloader:
 
     def _reload(self) -> list[Change]:
         if self._read is None:
-            raise ConfigError("the sidecar was started without --config; there is no file to read")
+            raise ConfigError("cannot reload: the sidecar was started without --config")
         settings = self._read()
         changes = list(changes_between(self.settings, settings))
         fixed = [change.path for change in changes if not _may_change(change)]
         if fixed:
-            raise RestartNeeded(
-                f"{', '.join(fixed)} cannot change while the sidecar runs: restart it; "
+            raise RestartRequired(
+                f"{', '.join(fixed)} cannot change without a restart of the sidecar; "
                 "nothing was changed"
             )
-        set_them = self._prepare(settings)
-        set_them()
+        apply = self._prepare(settings)
+        apply()
         self.settings = settings
         for change in changes:
-            log.info("configuration: %s", change.plain())
+            log.info("configuration changed: %s", change.as_json())
         return changes
 
     def _follow_signals(self) -> None:
         while self._signals.get():
-            while not self._signals.empty():  # one reload does for all that came meanwhile
+            while not self._signals.empty():  # one reload is enough for all queued signals
                 if not self._signals.get():
                     return
             try:
                 changes = self.reload()
             except ConfigError as error:
-                log.error("not reloaded: %s", " ".join(str(error).split()))
+                log.error("configuration not reloaded: %s", " ".join(str(error).split()))
             except Exception:
-                log.exception("not reloaded, by a mistake")
+                log.exception("configuration not reloaded: internal error")
             else:
                 names = ", ".join(change.path for change in changes)
                 self._announce(f"kvstore reloaded: {names or 'nothing has changed'}")
 
 
 def changes_between(old: Settings, new: Settings) -> Iterator[Change]:
-    """Every key whose value differs. Another number of tiers is one change."""
+    """Every key whose value differs. A different number of tiers is one change."""
     for section in Settings.model_fields:
         was, now = getattr(old, section), getattr(new, section)
         if section != "tiers":
@@ -184,11 +185,11 @@ def changes_between(old: Settings, new: Settings) -> Iterator[Change]:
         elif len(was) != len(now):
             yield Change("tiers", "tiers", len(was), len(now))
         else:
-            for index, (one, other) in enumerate(zip(was, now, strict=True)):
+            for index, (before, after) in enumerate(zip(was, now, strict=True)):
                 where = f"tiers.{index}"
-                yield from _differing(one, other, where, "tiers")
-                if one.kind == other.kind:
-                    parts = tier_config(one, where), tier_config(other, where)
+                yield from _differing(before, after, where, "tiers")
+                if before.kind == after.kind:
+                    parts = tier_config(before, where), tier_config(after, where)
                     yield from _differing(*parts, where, "tiers", skip="name")
 
 
@@ -202,7 +203,7 @@ def _differing(
 
 
 def _may_change(change: Change) -> bool:
-    return change.key in RELOADS or change.key.partition(".")[0] in ENGINES
+    return change.key in RELOADABLE or change.key.partition(".")[0] in ENGINE_SECTIONS
 
 
 def _shown(value: Any) -> Any:
@@ -213,16 +214,16 @@ def _shown(value: Any) -> Any:
 
 
 def add_reload(app: FastAPI, service: Service, reloader: Reloader) -> None:
-    """The route, for the administrator alone."""
+    """Add the route; it requires the administrator."""
 
     @app.post("/v1/reload")
     async def reload(request: Request) -> dict[str, Any]:
-        service.tenants.check_admin(bearer(request))
+        service.tenants.check_admin(bearer_token(request))
         try:
-            changes = await service.look_after(reloader.reload)
-        except RestartNeeded as error:
+            changes = await service.run_admin_call(reloader.reload)
+        except RestartRequired as error:
             raise HTTPException(409, str(error)) from None
         return {
-            "changed": [change.plain() for change in changes if change.key in RELOADS],
-            "for_engines": [change.path for change in changes if change.key not in RELOADS],
+            "changed": [change.as_json() for change in changes if change.key in RELOADABLE],
+            "for_engines": [change.path for change in changes if change.key not in RELOADABLE],
         }

@@ -1,12 +1,12 @@
-"""The slab: one anonymous memory file of equal slots, which every process of the node can map.
+"""The slab: one anonymous memory file of equal slots that every process of the node can map.
 
-A slot holds one block. Who may touch a slot is the brain's business (`tiers/manager.py`): this
-file knows bytes only. The memory has no name in any file system, so nothing is left behind however
-its processes end; another process gets it by its file descriptor (over a Unix socket) and maps it.
+A slot has room for one block. The L2 manager (`cache/manager.py`) decides which process may use a
+slot; this module only knows bytes. The memory has no name in any file system, so nothing remains
+when its processes end. Another process receives its file descriptor over a Unix socket and maps it.
 
-Memory is allocated, pre-faulted and, where the limit on locked memory allows, locked at creation:
-first touch runs at a twentieth of memory's speed, and a page that could be swapped out cannot be
-the source of a device copy.
+At creation the memory is allocated, pre-faulted and, as far as the limit on locked memory allows,
+locked. The first access to a page runs at a twentieth of the memory's speed, and a page that could
+be swapped out cannot be the source of a device copy.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from kvstore.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-PAGE_BYTES: Final = 4096
-MEMORY_HEADROOM: Final = 0.95
-"""Share of the available memory that a slab may take; the rest is for everybody's small needs."""
+IO_ALIGNMENT: Final = 4096
+MAX_MEMORY_FRACTION: Final = 0.95
+"""Maximum fraction of the available memory that a slab may take; the rest is for other needs."""
 _MFD_HUGETLB: Final = 0x0004
-# fcntl names these only since Python 3.12; the numbers are Linux' own.
+# fcntl has these names only since Python 3.12; the numbers are those of Linux.
 _F_ADD_SEALS: Final = 1033
 _F_SEAL_SIZE: Final = 0x1 | 0x2 | 0x4
-"""The size is final: a client that cut the file short would kill the sidecar at its next touch."""
+"""The size is final: if a client truncated the file, the sidecar's next access would kill it."""
 _MADV_POPULATE_WRITE: Final = 23
 _HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 class Slab:
-    """`slots` slots of `slot_bytes` bytes (a multiple of 4,096) in shared memory."""
+    """Shared memory of `slots` slots of `slot_bytes` bytes each (a multiple of 4,096)."""
 
     def __init__(self, fd: int, slots: int, slot_bytes: int) -> None:
-        """Map an existing memory file; the slab owns `fd` from here on."""
+        """Map an existing memory file; the slab now owns `fd`."""
         self.fd = fd
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.nbytes = slots * slot_bytes
-        # Not populated by mmap, which holds the interpreter's lock: a redial would stop the engine.
+        # mmap must not populate: it keeps the GIL, so a reconnect would stop the engine.
         self._map = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED)
         self._view = memoryview(self._map)
         anchor = ctypes.c_char.from_buffer(self._map)
         self.address: int = ctypes.addressof(anchor)
-        """Where the slab lies in this process."""
+        """Address of the slab in this process."""
         del anchor
         _populate(self.address, self.nbytes)
         self.locked = _lock(self.address, self.nbytes)
-        """Whether its pages are locked in memory."""
+        """Whether the pages are locked in memory."""
         self._closed = False
         self._before_unmapping: list[Callable[[], None]] = []
 
@@ -70,28 +70,28 @@ class Slab:
     ) -> Slab:
         """Allocate a slab.
 
-        slot_bytes: rounded up to whole pages of 4,096 bytes.
-        directory: a memory file system to take the memory from (/dev/shm, a hugetlbfs mount); None
-            for anonymous memory, which no `--shm-size` limits.
+        slot_bytes: rounded up to a multiple of 4,096 bytes.
+        directory: a memory file system to allocate from (/dev/shm, a hugetlbfs mount); None:
+            anonymous memory, which `--shm-size` does not limit.
         huge_pages: take anonymous memory from the system's pool of 2 MiB pages.
 
         Raises:
-            ConfigError: it does not fit; says how much is available and what to change.
+            ConfigError: the slab does not fit; says how much is available and what to change.
         """
         if slots < 1 or slot_bytes < 1:
             raise ConfigError(
-                f"a slab of {slots} slots of {slot_bytes} bytes; both must be positive"
+                f"slab: count and size of slots must be positive (got {slots} x {slot_bytes} bytes)"
             )
-        slot_bytes = (slot_bytes + PAGE_BYTES - 1) & -PAGE_BYTES
+        slot_bytes = (slot_bytes + IO_ALIGNMENT - 1) & -IO_ALIGNMENT
         nbytes = slots * slot_bytes
         if not huge_pages:
             _check_memory(nbytes, directory)
         fd = _memory_file(directory, huge_pages)
         try:
-            unit = _HUGE_PAGE_BYTES if huge_pages else PAGE_BYTES
+            page_bytes = _HUGE_PAGE_BYTES if huge_pages else IO_ALIGNMENT
             if directory:
-                unit = os.fstatvfs(fd).f_bsize  # a hugetlbfs mount's is its huge page
-            size = -(-nbytes // unit) * unit
+                page_bytes = os.fstatvfs(fd).f_bsize  # on hugetlbfs, the size of a huge page
+            size = -(-nbytes // page_bytes) * page_bytes
             os.ftruncate(fd, size)
             os.posix_fallocate(fd, 0, size)
             if not directory:
@@ -105,18 +105,18 @@ class Slab:
 
     @classmethod
     def attach(cls, fd: int, slots: int, slot_bytes: int) -> Slab:
-        """Map the slab behind a file descriptor received from its owner; `fd` is closed on failure.
+        """Map the slab of a file descriptor received from its owner; closes `fd` on failure.
 
-        Raises ConfigError when the file is not as large as `slots` and `slot_bytes` say: touching
-        what lies past its end would kill this process.
+        Raises ConfigError: the sizes are invalid, or the file is smaller than `slots * slot_bytes`.
+        An access beyond the end of the file would kill this process.
         """
         try:
             size = os.fstat(fd).st_size
-            if slots < 1 or slot_bytes < PAGE_BYTES or slot_bytes % PAGE_BYTES:
-                raise ConfigError(f"a slab of {slots} slots of {slot_bytes} bytes cannot be")
+            if slots < 1 or slot_bytes < IO_ALIGNMENT or slot_bytes % IO_ALIGNMENT:
+                raise ConfigError(f"invalid slab: {slots} slots of {slot_bytes} bytes")
             if size < slots * slot_bytes:
                 raise ConfigError(
-                    f"a slab file of {size} bytes; {slots} x {slot_bytes} were announced"
+                    f"the slab file has {size} bytes; expected {slots} x {slot_bytes} bytes"
                 )
             return cls(fd, slots, slot_bytes)
         except BaseException:
@@ -129,13 +129,13 @@ class Slab:
         start = slot * self.slot_bytes
         return self._view[start : start + self.slot_bytes]
 
-    def before_unmapping(self, call: Callable[[], None]) -> None:
-        """Have `call` called by `close`, in its thread, while the memory is still mapped: for who
-        gave the addresses to a device."""
-        self._before_unmapping.append(call)
+    def before_unmapping(self, callback: Callable[[], None]) -> None:
+        """Register a callback for `close`. It runs in the thread of `close` while the memory is
+        still mapped: for a caller that registered the addresses with a device."""
+        self._before_unmapping.append(callback)
 
     def close(self) -> None:
-        """Let go of the memory. Views still held elsewhere keep it mapped until they go."""
+        """Release the memory. It stays mapped until the last view of it is gone."""
         if self._closed:
             return
         self._closed = True
@@ -145,7 +145,7 @@ class Slab:
         try:
             self._map.close()
         except BufferError:
-            log.debug("slab still viewed at close; it is unmapped with its last view")
+            log.debug("slab still has views at close; it is unmapped with the last one")
         os.close(self.fd)
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ class Slab:
 
 
 def available_bytes() -> int:
-    """Memory that can still be had: the least of what the system and our cgroup leave."""
+    """Available memory: the smaller of the system's and that of our cgroup."""
     return min(_system_available(), _cgroup_available())
 
 
@@ -165,26 +165,26 @@ def _memory_file(directory: str | None, huge_pages: bool) -> int:
         except OSError as error:
             raise ConfigError(
                 f"slab directory {directory!r}: {error.strerror}; "
-                "a writable memory file system such as /dev/shm is right"
+                "use a writable memory file system such as /dev/shm"
             ) from None
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (_MFD_HUGETLB if huge_pages else 0)
     return os.memfd_create("kvstore-slab", flags)
 
 
 def _check_memory(nbytes: int, directory: str | None) -> None:
-    """Refuse what cannot fit before touching it: the kernel would kill us half way through.
+    """Reject a slab that cannot fit before allocating it; else the kernel would kill this process.
 
-    Not for huge pages: they were set aside before, so neither the system's free memory nor our
-    cgroup's limit of memory says anything of them. Too few of them fail cleanly when taken.
+    Huge pages are not checked: they are reserved, so neither the system's available memory nor our
+    cgroup's memory limit includes them. If there are too few, the allocation fails cleanly.
     """
     try:
         status = os.statvfs(directory) if directory else None
     except OSError as error:
         raise ConfigError(f"slab directory {directory!r}: {error.strerror}") from None
-    # hugetlbfs gives the size of its pages.
-    set_aside = status is not None and status.f_bsize >= _HUGE_PAGE_BYTES
-    room = int(available_bytes() * MEMORY_HEADROOM)
-    if nbytes > room and not set_aside:
+    # hugetlbfs reports the size of its pages.
+    reserved = status is not None and status.f_bsize >= _HUGE_PAGE_BYTES
+    room = int(available_bytes() * MAX_MEMORY_FRACTION)
+    if nbytes > room and not reserved:
         raise ConfigError(_too_large(nbytes, room, directory, False))
     if status is None:
         return
@@ -194,7 +194,7 @@ def _check_memory(nbytes: int, directory: str | None) -> None:
 
 
 def _too_large(nbytes: int, room: int | None, directory: str | None, huge_pages: bool) -> str:
-    """One line: what was asked, what there is, what to change."""
+    """One line: requested size, available size, what to change."""
     have = "" if room is None else f"; {format_bytes(room)} are available"
     where = f" in {directory}" if directory else ""
     if huge_pages:
@@ -204,20 +204,20 @@ def _too_large(nbytes: int, room: int | None, directory: str | None, huge_pages:
     else:
         how = (
             "lower l2.bytes (--l2), or raise the container's memory limit "
-            "(docker: --memory; --shm-size when the slab is put into /dev/shm)"
+            "(docker: --memory; --shm-size if the slab is in /dev/shm)"
         )
     return f"a slab of {format_bytes(nbytes)} does not fit{where}{have}; {how}"
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Fill in the page tables; a kernel without this call (before 5.14) does so at first touch."""
+    """Fill the page tables; a kernel before 5.14 lacks the call and does so at first access."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) != 0:
-        log.info("slab not populated: %s", os.strerror(ctypes.get_errno()))
+        log.info("slab not pre-faulted: %s", os.strerror(ctypes.get_errno()))
 
 
 def _lock(address: int, nbytes: int) -> bool:
-    """mlock, as far as RLIMIT_MEMLOCK allows."""
+    """Lock the memory, if RLIMIT_MEMLOCK allows it."""
     libc = ctypes.CDLL(None, use_errno=True)
     done: int = libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
     if done != 0:
@@ -235,7 +235,7 @@ def _system_available() -> int:
 
 
 def _cgroup_available() -> int:
-    """What the memory limit of our cgroup (version 2 or 1) leaves; the sky where there is none."""
+    """Memory left below the limit of our cgroup (version 2 or 1); 2**62 without a limit."""
     for limit_name, used_name in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         (

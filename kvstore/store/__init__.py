@@ -1,4 +1,4 @@
-"""One store: L2 over its tiers, with the threads and the I/O that `cache` does not do.
+"""The store: L2 with its tiers, including the threads and the I/O that `cache` does not do.
 
-`assembly` builds a `store.Store` from a configuration; `session.Session` is one engine in it.
+`assembly` builds a `store.Store` from a configuration. `session.Session` is one engine's view of it.
 """

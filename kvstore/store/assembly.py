@@ -1,7 +1,7 @@
-"""The composition root: a store out of the configuration, and the two ways to get one.
+"""The composition root: builds a store from the configuration.
 
-`open` runs a store inside this process; `connect` joins the one of the node's sidecar. Both give
-the same verbs (`verbs.BlockStore`; of a store, `Store.session`).
+`open` runs a store inside this process. `connect` connects to the store of the node's sidecar.
+`Store.session` and `Client` have the same interface, `interface.BlockStore`.
 """
 
 from __future__ import annotations
@@ -23,40 +23,43 @@ from kvstore.blocks.frame import MAX_TENANT_BYTES
 from kvstore.blocks.hashing import check_algorithm
 from kvstore.blocks.key import DTYPE_BYTES, Namespace
 from kvstore.cache.eviction import check_eviction
-from kvstore.cache.quotas import EVERYBODY
+from kvstore.cache.quotas import OTHER_TENANTS
 from kvstore.cache.write_policy import WritePolicy, write_policy
+from kvstore.config.renamed import refuses_old_arguments
 from kvstore.config.settings import (
     LimitSettings,
     ServerSettings,
     Settings,
     TierSettings,
     TraceSettings,
-    nearest,
-    validated,
+    suggest,
+    validate,
 )
 from kvstore.config.units import format_bytes, without_login
 from kvstore.errors import ConfigError
-from kvstore.ipc.client import REPLY_LIMIT_S, Client
-from kvstore.prefetch.policy import PrefetchPolicy, prefetch_policy
+from kvstore.ipc.client import RESPONSE_TIMEOUT_S, Client
+from kvstore.prefetch.factory import prefetch_policy
+from kvstore.prefetch.policy import PrefetchPolicy
 from kvstore.shm.slab import Slab
-from kvstore.store.limits import Budgets
+from kvstore.store.limits import StoreLimits
 from kvstore.store.locator import L2
 from kvstore.store.store import Store
 from kvstore.telemetry import logs
-from kvstore.telemetry.histogram import OTHER
+from kvstore.telemetry.traffic import OTHER
 from kvstore.telemetry.usage_counters import Record
 from kvstore.tiers.base import Tier
 from kvstore.tiers.tenant_quota import TenantQuotas
-from kvstore.tiers.wrappers import Breaker, Deadline, RateLimit, layers_of
+from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker, RateLimit, iter_layers
 
 DISK_CAPACITY: Final = "10GiB"
-"""Bytes a disk tier keeps where nothing else is said."""
+"""Default capacity of a disk tier."""
 _TIER_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
+@refuses_old_arguments
 def open(
     l2: str | int = "1GiB",
-    slot: str | int = "2MiB",
+    slot_bytes: str | int = "2MiB",
     *,
     disk: str | Path | None = None,
     disk_capacity: str | int = DISK_CAPACITY,
@@ -66,49 +69,50 @@ def open(
     tiers: tuple[Mapping[str, Any], ...] = (),
     config: str | Path | None = None,
 ) -> Store:
-    """A store inside this process, with no server: close it when done.
+    """Open a store inside this process, without a sidecar. The caller must close it.
 
-    l2: size of the slab; slot: size of its slots, at least one block. disk: a folder for the disk
-    tier, which keeps at most disk_capacity and outlives the process. tiers: more tiers, as tables
-    of the configuration. config: a TOML file that the other arguments are laid over; the
-    environment is not read.
+    l2: size of the slab. slot_bytes: size of a slot, at least one block. disk: directory of a disk
+    tier; its blocks survive the process. disk_capacity: maximum size of the disk tier. tiers:
+    further tiers, as tables of the configuration. config: a TOML file; the other arguments
+    override it. KVSTORE_* variables are not read.
 
-    Raises ConfigError: a wrong value, in one line.
+    Raises ConfigError: an invalid value, in one line.
     """
-    lower = [dict(table) for table in tiers]
+    lower_tiers = [dict(table) for table in tiers]
     if disk is not None:
-        lower.insert(0, disk_table(disk, disk_capacity, codec))
+        lower_tiers.insert(0, disk_table(disk, disk_capacity, codec))
     overrides: dict[str, Any] = {
-        "l2": {"bytes": l2, "slot_bytes": slot, "eviction": eviction},
+        "l2": {"bytes": l2, "slot_bytes": slot_bytes, "eviction": eviction},
         "write": {"policy": write},
     }
-    if lower or config is None:
-        overrides["tiers"] = lower
+    if lower_tiers or config is None:
+        overrides["tiers"] = lower_tiers
     return build_store(Settings.load(config, overrides, environment=False))
 
 
+@refuses_old_arguments
 def connect(
     socket_path: str,
     namespace: Namespace,
-    token: str | None = None,
+    auth_token: str | None = None,
     *,
     name: str = "",
-    route: str = "",
-    reply_limit_s: float = REPLY_LIMIT_S,
-    wait_ready_s: float = 0.0,
+    traffic_label: str = "",
+    response_timeout_s: float = RESPONSE_TIMEOUT_S,
+    connect_timeout_s: float = 0.0,
 ) -> Client:
-    """A client of the sidecar at `socket_path`; see `client.Client`.
+    """Connect to the sidecar at `socket_path`; see `client.Client`.
 
-    Raises ConfigError: the sidecar refuses it (slot size, token, version).
+    Raises ConfigError: the sidecar rejects the client (slot size, auth token, protocol version).
     """
     return Client(
         socket_path,
         namespace,
-        token=token,
+        auth_token=auth_token,
         name=name,
-        route=route,
-        reply_limit_s=reply_limit_s,
-        wait_ready_s=wait_ready_s,
+        traffic_label=traffic_label,
+        response_timeout_s=response_timeout_s,
+        connect_timeout_s=connect_timeout_s,
     )
 
 
@@ -118,63 +122,63 @@ def disk_table(directory: str | Path, capacity: str | int, codec: str) -> dict[s
 
 
 def build_store(settings: Settings, record: Record | None = None) -> Store:
-    """The store that the configuration describes. The cheap checks come first, the slab last.
+    """Build the store of a configuration. The cheap checks come first, the slab last.
 
     record: see `Store`.
 
-    Raises ConfigError: a name that is none, or a part that cannot be had (memory, a folder).
+    Raises ConfigError: an unknown name, or a missing resource (memory, a directory).
     """
-    check(settings)
+    check_settings(settings)
     with ExitStack() as undo:
-        lower: list[Tier] = []
+        lower_tiers: list[Tier] = []
         for index, tier_settings in enumerate(settings.tiers):
             tier = open_tier(tier_settings, f"tiers.{index}")
             undo.callback(tier.close)
-            lower.append(_guarded(tier, tier_settings, settings.limits))
+            lower_tiers.append(_wrap(tier, tier_settings, settings.limits))
         slab = Slab.create(
             settings.l2.bytes // settings.l2.slot_bytes,
             settings.l2.slot_bytes,
-            directory=settings.l2.directory or None,
+            directory=settings.l2.shm_directory or None,
             huge_pages=settings.l2.huge_pages,
         )
         undo.callback(slab.close)
         store = Store(
             slab,
-            lower,
+            lower_tiers,
             write_policy=_write_policy(settings),
             eviction=settings.l2.eviction,
             codecs={tier.label: tier.codec for tier in settings.tiers},
-            budgets=_budgets(settings),
+            limits=_store_limits(settings),
             record=record,
         )
         undo.pop_all()
-    if settings.l2.warm_share:
-        store.warmer.start(settings.l2.warm_share)
+    if settings.l2.warm_fraction:
+        store.warmer.start(settings.l2.warm_fraction)
     return store
 
 
-def check(settings: Settings) -> None:
-    """Refuse unknown names, and sizes that cannot be, before anything is made."""
-    for _, mistake in faults(settings):
-        raise ConfigError(mistake)
+def check_settings(settings: Settings) -> None:
+    """Raise ConfigError for the first invalid setting, before anything is created."""
+    for _, message in config_errors(settings):
+        raise ConfigError(message)
 
 
-def faults(settings: Settings) -> Iterator[tuple[Sequence[str], str]]:
-    """Everything that is wrong with a tree whose types are right: from which keys or tables that
-    is seen, and what it is.
+def config_errors(settings: Settings) -> Iterator[tuple[Sequence[str], str]]:
+    """Check settings whose types are valid. Yields (keys or tables of the error, message).
 
-    Nothing is made, opened or asked for it.
+    Creates no files, opens nothing and connects to nothing.
     """
     l2 = settings.l2
     if l2.bytes < l2.slot_bytes:
         yield (
             ("l2.bytes", "l2.slot_bytes"),
-            f"l2.bytes = {format_bytes(l2.bytes)} holds no slot of {format_bytes(l2.slot_bytes)}; "
-            "raise it (--l2) or lower l2.slot_bytes (--slot)",
+            f"l2.bytes = {format_bytes(l2.bytes)} is less than one slot of "
+            f"{format_bytes(l2.slot_bytes)}; "
+            "raise it (--l2) or lower l2.slot_bytes (--slot-bytes)",
         )
     checks: list[tuple[Sequence[str], Callable[[], object]]] = [
         (("l2.eviction",), lambda: check_eviction(l2.eviction)),
-        (("l2.quota", "l2.slot_bytes"), lambda: _budgets(settings).slots(l2.slot_bytes)),
+        (("l2.quota", "l2.slot_bytes"), lambda: _store_limits(settings).quota_slots(l2.slot_bytes)),
         (("write",), lambda: _write_policy(settings)),
         (("prefetch",), lambda: build_prefetch_policy(settings)),
         (("log",), lambda: logs.check(settings.log)),
@@ -186,14 +190,14 @@ def faults(settings: Settings) -> Iterator[tuple[Sequence[str], str]]:
     for index, tier in enumerate(settings.tiers):
         where = f"tiers.{index}"
         checks += [
-            ((where,), partial(_check_name, tier.label)),
+            ((where,), partial(_check_tier_name, tier.label)),
             ((where,), partial(_check_codec, tier.codec)),
             ((where,), partial(tier_config, tier, where)),
         ]
         if tier.label in (L2, *labels[:index]):
             yield (
                 (where,),
-                f"{where}: the name {tier.label!r} is taken; tiers' names must be distinct",
+                f"{where}: tier name {tier.label!r} is used twice; tier names must be distinct",
             )
     for keys, function in checks:
         try:
@@ -203,35 +207,33 @@ def faults(settings: Settings) -> Iterator[tuple[Sequence[str], str]]:
             yield keys, str(error) if named else f"{keys[0]}: {error}"
 
 
-def _check_name(name: str) -> None:
-    """It stands in metrics, in addresses and in lines of a log."""
+def _check_tier_name(name: str) -> None:
+    """Check a tier's name: metrics, URLs and log lines contain it."""
     if not _TIER_NAME.fullmatch(name):
-        raise ConfigError(
-            f"a tier's name {name[:80]!r}: at most 64 letters, digits and _ . - are right"
-        )
+        raise ConfigError(f"invalid tier name {name[:80]!r}: use 1 to 64 letters, digits and _ . -")
 
 
 def _check_server(server: ServerSettings) -> None:
-    """A message names no token."""
-    for token, tenant in server.tokens.items():
+    """Check auth tokens and tenants. No message contains a token."""
+    for token, tenant in server.auth_tokens.items():
         if not token:
-            raise ConfigError(f"server.tokens: the token of {tenant[:80]!r} is empty")
+            raise ConfigError(f"server.auth_tokens: the token of {tenant[:80]!r} is empty")
         nbytes = len(tenant.encode("utf-8", "replace"))
-        right = 1 <= nbytes <= MAX_TENANT_BYTES and tenant.isprintable()
-        if not right or tenant in (EVERYBODY, OTHER):
+        valid = 1 <= nbytes <= MAX_TENANT_BYTES and tenant.isprintable()
+        if not valid or tenant in (OTHER_TENANTS, OTHER):
             raise ConfigError(
-                f"server.tokens: a tenant {tenant[:80]!r}; 1 to {MAX_TENANT_BYTES} bytes of "
-                f"printable text are right, other than {EVERYBODY!r} and {OTHER!r}"
+                f"server.auth_tokens: invalid tenant {tenant[:80]!r}: use 1 to {MAX_TENANT_BYTES} "
+                f"bytes of printable text, except {OTHER_TENANTS!r} and {OTHER!r}"
             )
     if server.kv_events_replay and not server.kv_events_publish:
-        raise ConfigError("server.kv_events_replay without server.kv_events_publish")
+        raise ConfigError("server.kv_events_replay requires server.kv_events_publish")
 
 
 def _check_trace(trace: TraceSettings) -> None:
     if trace.endpoint and not trace.endpoint.startswith(("http://", "https://")):
         raise ConfigError(
-            f"trace.endpoint = {without_login(trace.endpoint)!r} is no URL; "
-            "http://127.0.0.1:4318 is right"
+            f"trace.endpoint = {without_login(trace.endpoint)!r} must be an HTTP URL, such as "
+            "http://127.0.0.1:4318"
         )
 
 
@@ -241,88 +243,91 @@ def _check_codec(name: str) -> None:
 
 
 def build_prefetch_policy(settings: Settings) -> PrefetchPolicy:
-    """The prefetch policy of the configuration, for a connector."""
+    """Build the configured prefetch policy, for a connector."""
     prefetch = settings.prefetch
     return prefetch_policy(
         prefetch.policy,
-        base_ms=prefetch.base_ms,
-        per_ki_token_ms=prefetch.per_ki_token_ms,
-        cap_ms=prefetch.cap_ms,
+        base_wait_ms=prefetch.base_wait,
+        per_1k_tokens_ms=prefetch.per_1k_tokens,
+        max_wait_ms=prefetch.max_wait,
     )
 
 
 def open_tier(settings: TierSettings, where: str = "tier") -> Tier:
-    """One tier by its kind; `where` is its place in the configuration, for messages."""
+    """Open one tier. where: its table in the configuration, for messages."""
     tier: Tier = tier_module(settings.kind).open(tier_config(settings, where))
     return tier
 
 
 def tier_config(settings: TierSettings, where: str = "tier") -> BaseModel:
-    """A tier's own part of the configuration, checked as far as it can be unopened.
+    """The validated configuration of one tier. Does not open the tier.
 
-    Raises ConfigError: the kind is none, a key is unknown or a value is wrong.
+    Raises ConfigError: an unknown kind, an unknown key or an invalid value.
     """
     module = tier_module(settings.kind)
     values = {"name": settings.label, **(settings.model_extra or {})}
-    config: BaseModel = validated(module.Config, values, where)
+    config: BaseModel = validate(module.Config, values, where)
     check_config: Callable[[BaseModel], object] | None = getattr(module, "check", None)
     if check_config is not None:
         check_config(config)
     return config
 
 
-def _guarded(tier: Tier, settings: TierSettings, limits: LimitSettings) -> Tier:
-    """The tier with the wrappers that keep its faults short (a deadline inside a breaker), and the
-    ones around those that hold it to its budgets."""
-    guarded: Tier = Breaker(
-        Deadline(tier, limits.tier_deadline_ms / 1e3),
+def _wrap(tier: Tier, settings: TierSettings, limits: LimitSettings) -> Tier:
+    """Wrap a tier: call timeout, circuit breaker, bandwidth limits and tenant quotas, from the
+    inside out."""
+    wrapped: Tier = CircuitBreaker(
+        CallTimeout(tier, limits.tier_timeout / 1e3),
         failures=limits.breaker_failures,
-        reset_s=limits.breaker_reset_ms / 1e3,
+        reset_s=limits.breaker_reset / 1e3,
     )
-    guarded = RateLimit(
-        guarded, read_bytes_per_s=settings.read_rate, write_bytes_per_s=settings.write_rate
+    wrapped = RateLimit(
+        wrapped,
+        read_bytes_per_s=settings.read_bandwidth_limit,
+        write_bytes_per_s=settings.write_bandwidth_limit,
     )
-    return TenantQuotas(guarded, settings.quota)
+    return TenantQuotas(wrapped, settings.quota)
 
 
-def retune(store: Store, settings: Settings) -> Callable[[], None]:
-    """What, once called, has a running store follow `settings` in all that can be set while it
-    runs (`reload.RELOADS`); it cannot fail. The store was built from settings that are the same in
-    the rest.
+def prepare_reload(store: Store, settings: Settings) -> Callable[[], None]:
+    """Check new settings and return a function that applies them to a running store.
 
-    Raises ConfigError: they are wrong; the store is as it was.
+    That function cannot fail. It applies the keys in `reload.RELOADS`; all other keys must equal
+    those that the store was built from.
+
+    Raises ConfigError: invalid settings; the store is unchanged.
     """
-    check(settings)
-    set_budgets = store.regulator.prepare(_budgets(settings), _write_policy(settings))
+    check_settings(settings)
+    apply_limits = store.limit_applier.prepare(_store_limits(settings), _write_policy(settings))
 
-    def follow() -> None:
-        for tier, own in zip(store.regulator.tiers, settings.tiers, strict=True):
-            for layer in layers_of(tier):
-                _set_guard(layer, own, settings.limits)
-        set_budgets()
+    def apply() -> None:
+        for tier, tier_settings in zip(store.limit_applier.tiers, settings.tiers, strict=True):
+            for layer in iter_layers(tier):
+                _apply_to_wrapper(layer, tier_settings, settings.limits)
+        apply_limits()
 
-    return follow
+    return apply
 
 
-def _set_guard(layer: Tier, settings: TierSettings, limits: LimitSettings) -> None:
-    """Have one of the wrappers of `_guarded` follow the configuration."""
-    if isinstance(layer, Deadline):
-        layer.limit_s = limits.tier_deadline_ms / 1e3
-    elif isinstance(layer, Breaker):
-        layer.limit_to(limits.breaker_failures, limits.breaker_reset_ms / 1e3)
+def _apply_to_wrapper(layer: Tier, settings: TierSettings, limits: LimitSettings) -> None:
+    """Apply the settings to one wrapper of `_wrap`."""
+    if isinstance(layer, CallTimeout):
+        layer.timeout_s = limits.tier_timeout / 1e3
+    elif isinstance(layer, CircuitBreaker):
+        layer.set_limits(limits.breaker_failures, limits.breaker_reset / 1e3)
     elif isinstance(layer, RateLimit):
-        layer.limit_to(settings.read_rate, settings.write_rate)
+        layer.set_limits(settings.read_bandwidth_limit, settings.write_bandwidth_limit)
     elif isinstance(layer, TenantQuotas):
-        layer.limit_to(settings.quota)
+        layer.set_limits(settings.quota)
 
 
-def _budgets(settings: Settings) -> Budgets:
-    return Budgets(
-        queue_blocks=settings.limits.queue_blocks,
-        queue_s={tier.label: tier.queue_ms / 1e3 for tier in settings.tiers},
+def _store_limits(settings: Settings) -> StoreLimits:
+    return StoreLimits(
+        queue_blocks=settings.limits.write_queue_blocks,
+        queue_s={tier.label: tier.queue_time / 1e3 for tier in settings.tiers},
         quotas=settings.l2.quota,
-        pin_share=settings.l2.pin_share,
-        ttl_s=settings.l2.ttl_ms / 1e3,
+        max_pinned_fraction=settings.l2.max_pinned_fraction,
+        ttl_s=settings.l2.ttl / 1e3,
     )
 
 
@@ -331,9 +336,10 @@ def _write_policy(settings: Settings) -> WritePolicy:
 
 
 def tier_module(kind: str) -> ModuleType:
-    """The module of a kind: ours by its name, somebody else's by its dotted path."""
+    """Import the module of a tier kind: a kvstore tier by name, a third-party one by dotted
+    path."""
     if not all(part.isidentifier() for part in kind.split(".")):
-        raise ConfigError(f"unknown tier kind {kind!r}; {nearest(kind, _tier_kinds())}")
+        raise ConfigError(f"unknown tier kind {kind!r}; {suggest(kind, _tier_kinds())}")
     name = kind if "." in kind else f"{tiers.__name__}.{kind}"
     try:
         module = importlib.import_module(name)
@@ -342,23 +348,23 @@ def tier_module(kind: str) -> ModuleType:
             raise ConfigError(
                 f"tier kind {kind!r} needs the module {error.name!r}, which is not installed"
             ) from None
-        raise ConfigError(f"unknown tier kind {kind!r}; {nearest(kind, _tier_kinds())}") from None
+        raise ConfigError(f"unknown tier kind {kind!r}; {suggest(kind, _tier_kinds())}") from None
     if not _is_tier(module):
         raise ConfigError(
-            f"tier kind {kind!r} offers no Config and open; {nearest(kind, _tier_kinds())}"
+            f"tier kind {kind!r} does not define Config and open(); {suggest(kind, _tier_kinds())}"
         )
     return module
 
 
 def _tier_kinds() -> list[str]:
-    """Our kinds of tier. Imports each module of the folder, so it is for error messages only."""
+    """kvstore's tier kinds, for error messages. Imports every tier module."""
     kinds = []
     for info in pkgutil.iter_modules(tiers.__path__):
         try:
             if _is_tier(importlib.import_module(f"{tiers.__name__}.{info.name}")):
                 kinds.append(info.name)
         except ModuleNotFoundError:
-            kinds.append(info.name)  # ours, but the library it stands on is not installed
+            kinds.append(info.name)  # its library is not installed
     return kinds
 
 

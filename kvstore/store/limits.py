@@ -1,6 +1,6 @@
-"""What may be taken of L2 and of time: by tenants, pins, queues and age.
+"""Limits of a store: tenant quotas, pins, write queues and time to live.
 
-`Regulator` holds a running store to its budgets, and sets others while it runs.
+`LimitApplier` applies the limits at start, and new limits while the store runs.
 """
 
 from __future__ import annotations
@@ -13,86 +13,90 @@ from kvstore.cache.write_policy import WritePolicy
 from kvstore.config.units import format_bytes
 from kvstore.errors import ConfigError
 from kvstore.shm.slab import Slab
-from kvstore.store.maintenance import Ageing, CarryOut
+from kvstore.store.maintenance import Dispatch, TTLExpirer
 from kvstore.store.tier_workers import TierWorkers
 from kvstore.tiers.base import Tier
 
 
 @dataclass(frozen=True)
-class Budgets:
-    """What may be taken, of L2 and of time.
+class StoreLimits:
+    """The limits of a store that can change while it runs.
 
-    queue_blocks: spills waiting, per tier; more are dropped and counted.
-    queue_s: by tier name, how many seconds of the tier's measured rate may wait; 0: no such bound.
-    quotas: bytes of L2 by tenant, whole slots of them; `quotas.EVERYBODY` for each other one.
-    pin_share: of all slots, how many may be pinned.
-    ttl_s: how long a block stays in L2 at most; 0: for ever.
+    queue_blocks: maximum number of queued writes per tier. Further writes are dropped and counted.
+    queue_s: by tier name, maximum backlog of writes in seconds of the tier's measured write rate;
+        0: no limit.
+    quotas: bytes of L2 by tenant, rounded down to whole slots. `quotas.OTHER_TENANTS` stands for
+        every tenant without its own quota.
+    max_pinned_fraction: maximum fraction of the slots that may be pinned.
+    ttl_s: maximum age of a block in L2 in seconds; 0: no limit.
     """
 
     queue_blocks: int = 256
     queue_s: Mapping[str, float] = field(default_factory=dict)
     quotas: Mapping[str, int] = field(default_factory=dict)
-    pin_share: float = 0.25
+    max_pinned_fraction: float = 0.25
     ttl_s: float = 0.0
 
-    def slots(self, slot_bytes: int) -> dict[str, int]:
-        """The quotas of L2 in slots, by tenant. Raises ConfigError: one holds no slot."""
+    def quota_slots(self, slot_bytes: int) -> dict[str, int]:
+        """The L2 quotas in slots, by tenant. Raises ConfigError: a quota is less than one slot."""
         for tenant, nbytes in self.quotas.items():
             if nbytes < slot_bytes:
                 raise ConfigError(
-                    f"the quota of {tenant!r}, {format_bytes(nbytes)} of L2, holds no slot of "
-                    f"{format_bytes(slot_bytes)}; give it at least that"
+                    f"the L2 quota of tenant {tenant!r} is {format_bytes(nbytes)}, less than one "
+                    f"slot; set it to at least {format_bytes(slot_bytes)}"
                 )
         return {tenant: nbytes // slot_bytes for tenant, nbytes in self.quotas.items()}
 
-    def pins(self, slots: int, needed: int) -> int:
-        """Slots of so many that may be pinned, when `needed` must be left to others."""
-        return min(int(slots * self.pin_share), slots - needed)
+    def max_pins(self, slots: int, reserved_slots: int) -> int:
+        """Maximum number of pinned slots. At least `reserved_slots` slots stay unpinned."""
+        return min(int(slots * self.max_pinned_fraction), slots - reserved_slots)
 
 
-class Regulator:
-    """Holds a store to its budgets. needed: slots of its slab that pins leave to others."""
+class LimitApplier:
+    """Applies limits to a running store. reserved_slots: slots that must not be pinned."""
 
     def __init__(
         self,
-        brain: L2Manager,
+        manager: L2Manager,
         workers: Sequence[TierWorkers],
-        budgets: Budgets,
-        carry_out: CarryOut,
+        limits: StoreLimits,
+        dispatch: Dispatch,
         *,
         slab: Slab,
-        needed: int,
+        reserved_slots: int,
     ) -> None:
-        self._brain = brain
+        self._manager = manager
         self._workers = workers
-        self._carry_out = carry_out
+        self._dispatch = dispatch
         self._slab = slab
-        self._needed = needed
-        self._ageing: Ageing | None = None
-        self._age(budgets.ttl_s)
+        self._reserved_slots = reserved_slots
+        self._expirer: TTLExpirer | None = None
+        self._set_ttl(limits.ttl_s)
 
-    def prepare(self, budgets: Budgets, write: WritePolicy) -> Callable[[], None]:
-        """What, once called, puts these in place of those in force; it cannot fail.
+    def prepare(self, limits: StoreLimits, write: WritePolicy) -> Callable[[], None]:
+        """Check new limits and return a function that applies them. That function cannot fail.
 
-        A tenant, or a tier's queue, that has more than it may have from then on makes room as it
-        asks for more. Pins beyond a smaller budget stay until they are let go. What was to be
-        written when it is evicted (write_back) is, whatever the new policy.
+        A tenant above its new quota makes room when it saves its next blocks. A queue above its
+        new bound accepts no writes until it has drained. Pins above a smaller limit stay until they
+        are unpinned. Blocks that wait for a write on eviction (write_back) are still written,
+        whatever the new policy.
 
-        Raises ConfigError: a quota that holds no slot.
+        Raises ConfigError: a quota is less than one slot.
         """
-        quotas = budgets.slots(self._slab.slot_bytes)
+        quotas = limits.quota_slots(self._slab.slot_bytes)
 
-        def set_them() -> None:
+        def apply() -> None:
             for workers in self._workers:
-                queue_s = budgets.queue_s.get(workers.tier.name, 0.0)
-                workers.bound(budgets.queue_blocks, queue_s)
-            self._brain.dials.set(write, quotas, budgets.pins(self._slab.slots, self._needed))
-            room = min((workers.room() for workers in self._workers), default=0)
+                queue_s = limits.queue_s.get(workers.tier.name, 0.0)
+                workers.set_limits(limits.queue_blocks, queue_s)
+            max_pinned = limits.max_pins(self._slab.slots, self._reserved_slots)
+            self._manager.tunables.set(write, quotas, max_pinned)
+            free = min((workers.free_blocks() for workers in self._workers), default=0)
             if not write.on_evict:
-                self._carry_out((), self._brain.spill_dirty(room))
-            self._age(budgets.ttl_s)
+                self._dispatch((), self._manager.flush_dirty(free))
+            self._set_ttl(limits.ttl_s)
 
-        return set_them
+        return apply
 
     @property
     def tiers(self) -> list[Tier]:
@@ -100,12 +104,12 @@ class Regulator:
         return [workers.tier for workers in self._workers]
 
     def close(self) -> None:
-        """End the thread that lets blocks grow old."""
-        if self._ageing is not None:
-            self._ageing.close()
+        """End the TTL expiry thread."""
+        if self._expirer is not None:
+            self._expirer.close()
 
-    def _age(self, ttl_s: float) -> None:
-        if self._ageing is not None and self._ageing.ttl_s == ttl_s:
+    def _set_ttl(self, ttl_s: float) -> None:
+        if self._expirer is not None and self._expirer.ttl_s == ttl_s:
             return
         self.close()
-        self._ageing = Ageing(self._brain, ttl_s, self._carry_out) if ttl_s else None
+        self._expirer = TTLExpirer(self._manager, ttl_s, self._dispatch) if ttl_s else None

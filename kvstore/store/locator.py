@@ -1,7 +1,7 @@
-"""Where a block lies: L2, a tier that answers from memory, or one that has to be asked.
+"""Finds the tier of each block: L2, a tier with a local index, or a remote tier.
 
-Answers at once from what this process knows; what it does not know is asked behind the caller's
-back, one batch for each tier.
+The locator answers at once from memory. Blocks it does not know of are queried in the background,
+with one batch per remote tier.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvstore.blocks.key import Key
-from kvstore.cache.commands import Flight
+from kvstore.cache.commands import InFlightLoad
 from kvstore.cache.manager import L2Manager
 from kvstore.store import block_io
 from kvstore.store.tier_workers import Probe, TierWorkers
@@ -19,96 +19,100 @@ from kvstore.store.tier_workers import Probe, TierWorkers
 L2: Final = "l2"
 
 
-class Finder:
-    """Finds blocks in one store. `workers`: those of each tier, fastest first."""
+class BlockLocator:
+    """Finds blocks in one store. workers: one per tier, fastest tier first."""
 
-    def __init__(self, brain: L2Manager, workers: Sequence[TierWorkers]) -> None:
-        self._brain = brain
+    def __init__(self, manager: L2Manager, workers: Sequence[TierWorkers]) -> None:
+        self._manager = manager
         self._workers = list(workers)
         self._remote = [w for w in workers if not w.tier.local_index]
 
-    def sources(self, keys: Sequence[Key], held: Sequence[bool]) -> list[int | None]:
-        """For each key the index of the fastest tier that has it; None for those that L2 holds
-        (`Brain.held`) and those nobody is known to have. Touches no disk and no network."""
+    def find_tiers(self, keys: Sequence[Key], in_l2: Sequence[bool]) -> list[int | None]:
+        """For each key the index of the fastest tier that contains it. None if the block is in L2
+        or if no tier is known to contain it. Does no disk or network I/O.
+
+        in_l2: the answer of `L2Manager.cached_or_loading` for these keys.
+        """
         answer: list[int | None] = [None] * len(keys)
-        missing = [i for i, in_l2 in enumerate(held) if not in_l2]
+        missing = [i for i, cached in enumerate(in_l2) if not cached]
         for index in range(len(self._workers)):
             if not missing:
                 break
-            found = self._has(index, [keys[i] for i in missing])
-            for i, has in zip(missing, found, strict=True):
-                if has:
+            found = self._contains(index, [keys[i] for i in missing])
+            for i, hit in zip(missing, found, strict=True):
+                if hit:
                     answer[i] = index
-            missing = [i for i, has in zip(missing, found, strict=True) if not has]
+            missing = [i for i, hit in zip(missing, found, strict=True) if not hit]
         return answer
 
-    def locate(self, keys: Sequence[Key], nbytes: int) -> tuple[list[str], list[int]]:
-        """Names of the tiers that hold the leading run, block by block; indices of the blocks
-        behind it that are held too."""
-        run = self._brain.match(keys, nbytes)
-        tiers = [L2] * run
-        rest = keys[run:]
+    def locate_prefix(self, keys: Sequence[Key], nbytes: int) -> tuple[list[str], list[int]]:
+        """The tier of each block of the cached prefix, and the indices of the cached blocks beyond
+        the gap."""
+        prefix_len = self._manager.match(keys, nbytes)
+        tiers = [L2] * prefix_len
+        rest = keys[prefix_len:]
         if not rest:
             return tiers, []
-        held = self._brain.held(rest, nbytes)
-        if not self._workers and True not in held:
+        in_l2 = self._manager.cached_or_loading(rest, nbytes)
+        if not self._workers and True not in in_l2:
             return tiers, []
-        behind = []
-        places = zip(held, self.sources(rest, held), strict=True)
-        for index, (in_l2, source) in enumerate(places, start=run):
-            if not in_l2 and source is None:
+        beyond_gap = []
+        sources = zip(in_l2, self.find_tiers(rest, in_l2), strict=True)
+        for index, (cached, tier) in enumerate(sources, start=prefix_len):
+            if not cached and tier is None:
                 continue
             if index > len(tiers):
-                behind.append(index)
+                beyond_gap.append(index)
             else:
-                tiers.append(L2 if source is None else self._workers[source].tier.name)
-        return tiers, behind
+                tiers.append(L2 if tier is None else self._workers[tier].tier.name)
+        return tiers, beyond_gap
 
-    def next_source(self, flight: Flight) -> int | None:
-        """A slower tier that has the flight's block too."""
-        for index in range(flight.tier + 1, len(self._workers)):
-            if self._has(index, [flight.key])[0]:
+    def next_tier(self, load: InFlightLoad) -> int | None:
+        """The next slower tier that contains the block of this load, or None."""
+        for index in range(load.tier + 1, len(self._workers)):
+            if self._contains(index, [load.key])[0]:
                 return index
         return None
 
-    def probe(self, keys: Sequence[Key], then: Callable[[], None]) -> bool:
-        """Ask every tier without a local index for these keys, in one batch each.
+    def probe(self, keys: Sequence[Key], on_end: Callable[[], None]) -> bool:
+        """Query every tier without a local index for these keys, in one batch each.
 
-        `then` is called once all have answered (no answer within the queue's bound is a no), from
-        a worker or from here. False, and no call, when there is no such tier.
+        Calls `on_end` once all tiers have answered, from a worker or from this call. A tier whose
+        probe queue is full counts as a miss. Returns False, without a call, if there is no such
+        tier.
         """
         if not self._remote:
             return False
         left = len(self._remote) + 1
         lock = threading.Lock()
 
-        def one_less() -> None:
+        def count_down() -> None:
             nonlocal left
             with lock:
                 left -= 1
                 last = left == 0
             if last:
-                then()
+                on_end()
 
         for index, workers in enumerate(self._workers):
             if workers.tier.local_index:
                 continue
 
-            def answered(probe: Probe, found: list[bool], tier: int = index) -> None:
-                have = [key for key, has in zip(probe.keys, found, strict=True) if has]
-                with self._brain.lock:
-                    self._brain.places.learn(tier, have)
-                one_less()
+            def on_answer(probe: Probe, found: list[bool], tier: int = index) -> None:
+                hits = [key for key, hit in zip(probe.keys, found, strict=True) if hit]
+                with self._manager.lock:
+                    self._manager.remote_locations.add(tier, hits)
+                count_down()
 
-            if not workers.probe(Probe(keys, answered)):
-                one_less()
-        one_less()
+            if not workers.submit_probe(Probe(keys, on_answer)):
+                count_down()
+        count_down()
         return True
 
-    def _has(self, index: int, keys: Sequence[Key]) -> list[bool]:
-        """Whether a tier has these keys, as far as memory knows."""
+    def _contains(self, index: int, keys: Sequence[Key]) -> list[bool]:
+        """Whether a tier contains these keys, as far as this process knows."""
         tier = self._workers[index].tier
         if tier.local_index:
-            return block_io.contained(tier, keys)
-        with self._brain.lock:
-            return self._brain.places.known(index, keys)
+            return block_io.checked_contains(tier, keys)
+        with self._manager.lock:
+            return self._manager.remote_locations.contains(index, keys)

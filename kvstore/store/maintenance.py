@@ -1,7 +1,7 @@
-"""Looking after L2: pinning a run, warming it from the tiers below, and letting blocks grow old.
+"""Maintenance of L2: pin a prefix, warm L2 from the tiers below, and expire blocks by age.
 
-Nothing here is on an engine's path. Pinning waits for loads, so it is called from a thread that
-may wait; warming and ageing have threads of their own.
+Engine operations use none of this. Pinning waits for loads, so its caller must be a thread that may
+block. Warming and expiry run in their own threads.
 """
 
 from __future__ import annotations
@@ -16,91 +16,93 @@ from typing import Final
 
 from kvstore.blocks import frame
 from kvstore.blocks.key import Key
-from kvstore.cache.commands import Flight, Spill
+from kvstore.cache.commands import InFlightLoad, TierWrite
 from kvstore.cache.manager import L2Manager
 from kvstore.cache.slots import WORKERS
 from kvstore.errors import FrameInvalid
-from kvstore.interface import Ticket
+from kvstore.interface import Operation
 from kvstore.shm.slab import Slab
 from kvstore.store import block_io
-from kvstore.store.block_io import Staging
+from kvstore.store.block_io import StagingBuffers
 from kvstore.store.session import Session
 from kvstore.tiers.base import Tier
 
 log = logging.getLogger(__name__)
 
-CarryOut = Callable[[Iterable[Flight], Iterable[Spill]], None]
-"""Gives the brain's plans to the workers."""
+Dispatch = Callable[[Iterable[InFlightLoad], Iterable[TierWrite]], None]
+"""Queues loads and writes for the workers of their tiers."""
 
-PIN_PART: Final = 64
-"""Blocks of a run that are loaded and pinned at a time: each has a slot leased meanwhile."""
+PIN_BATCH: Final = 64
+"""Blocks loaded and pinned per batch. Each leases a slot meanwhile."""
 POLL_S: Final = 0.05
 WARM_THREADS: Final = 4
-AGE_STEPS: Final = 8
-"""Looks at the age of blocks in one time to live: a block goes at most an eighth of it late."""
+EXPIRY_STEPS: Final = 8
+"""Expiry checks per time to live. A block expires at most 1/8 of the time to live late."""
 
 
 @dataclass(frozen=True)
-class Pinned:
-    """How much of a run is pinned. reason: why not all of it; "" when all is."""
+class PinResult:
+    """Number of blocks pinned of a prefix. reason: why not all; "" if all blocks are pinned."""
 
     wanted: int
     pinned: int
     reason: str
 
 
-def pin_run(
-    brain: L2Manager,
+def pin_prefix(
+    manager: L2Manager,
     session: Session,
     hashes: Sequence[bytes],
     deadline_s: float,
-    carry_out: CarryOut,
-) -> Pinned:
-    """Bring a run into L2 and pin it, block by block from its first, until something is missing.
+    dispatch: Dispatch,
+) -> PinResult:
+    """Load a prefix into L2 and pin it, up to the first block that is missing.
 
-    session: of the run's tenant and namespace, for this call alone. deadline_s: monotonic.
-    carry_out: gives the brain's plans to the workers.
+    session: a session of the prefix's tenant and namespace, used only by this call.
+    deadline_s: monotonic time.
     """
-    space = session.namespace
+    namespace = session.namespace
     match = session.match(hashes)
-    _await(session, match, deadline_s)
+    _wait_done(session, match, deadline_s)
     done = 0
     while done < len(hashes):
-        part = hashes[done : done + PIN_PART]
-        load = session.load(part)
+        batch = hashes[done : done + PIN_BATCH]
+        load = session.load(batch)
         try:
-            _await(session, load, deadline_s)
-            keys = [Key(session.tenant, space.digest, name) for name in part[: len(load.slots)]]
-            pinned, spills = brain.pin(keys, space.block_bytes)
+            _wait_done(session, load, deadline_s)
+            loaded = batch[: len(load.slots)]
+            keys = [Key(session.tenant, namespace.digest, name) for name in loaded]
+            pinned, writes = manager.pin(keys, namespace.block_bytes)
         finally:
             session.release(load)
-        carry_out((), spills)
+        dispatch((), writes)
         done += pinned
         if pinned < len(keys):
-            most = brain.stats()["pins_max"]
-            return Pinned(len(hashes), done, f"at most {most} blocks may be pinned (l2.pin_share)")
-        if pinned < len(part):
-            reason = load.fault or "it was not there in time"
-            return Pinned(len(hashes), done, f"block {done} of the run does not come: {reason}")
-    return Pinned(len(hashes), done, "")
+            limit = manager.stats()["max_pinned"]
+            reason = f"at most {limit} blocks may be pinned (l2.max_pinned_fraction)"
+            return PinResult(len(hashes), done, reason)
+        if pinned < len(batch):
+            reason = load.fault or "timeout"
+            return PinResult(len(hashes), done, f"block {done} of the prefix not loaded: {reason}")
+    return PinResult(len(hashes), done, "")
 
 
-def _await(session: Session, ticket: Ticket, deadline_s: float) -> None:
-    while not ticket.done and time.monotonic() < deadline_s:
+def _wait_done(session: Session, operation: Operation, deadline_s: float) -> None:
+    while not operation.done and time.monotonic() < deadline_s:
         session.poll(POLL_S)
 
 
-class Ageing:
-    """Evicts from L2 what has been there for `ttl_s` seconds, until `close`."""
+class TTLExpirer:
+    """Evicts blocks that have been in L2 for `ttl_s` seconds, until `close`."""
 
-    def __init__(self, brain: L2Manager, ttl_s: float, carry_out: CarryOut) -> None:
+    def __init__(self, manager: L2Manager, ttl_s: float, dispatch: Dispatch) -> None:
         assert ttl_s > 0
         self.ttl_s = ttl_s
-        self._brain = brain
-        self._carry_out = carry_out
-        self._step_s = ttl_s / AGE_STEPS
+        self._manager = manager
+        self._dispatch = dispatch
+        self._step_s = ttl_s / EXPIRY_STEPS
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ageing", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ttl-expirer", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -110,12 +112,12 @@ class Ageing:
 
     def _run(self) -> None:
         while not self._stop.wait(self._step_s):
-            _, spills = self._brain.age(AGE_STEPS)
-            self._carry_out((), spills)
+            _, writes = self._manager.evict_expired(EXPIRY_STEPS)
+            self._dispatch((), writes)
 
 
-class Shared(Iterator[tuple[Tier, Key]]):
-    """A list that several threads work off, in its order."""
+class WorkList(Iterator[tuple[Tier, Key]]):
+    """An iterator that several threads may share."""
 
     def __init__(self, items: Iterable[tuple[Tier, Key]]) -> None:
         self._items = iter(items)
@@ -127,36 +129,41 @@ class Shared(Iterator[tuple[Tier, Key]]):
 
 
 class Warmer:
-    """Fills free slots with what the tiers hold, the most recently used of the fastest first.
+    """Fills free slots with blocks from the tiers: fastest tier first, recently used blocks first.
 
-    Evicts nothing, writes nothing, and stops at the share of the slab it was given. Tiers that
-    cannot list their keys, and blocks that do not come whole, are passed over.
+    The warmer evicts nothing and writes nothing. It stops when the given fraction of the slab is
+    full. It skips tiers that cannot list their keys, and blocks that it cannot read.
     """
 
-    def __init__(self, brain: L2Manager, slab: Slab, tiers: Sequence[Tier]) -> None:
-        self._brain = brain
+    def __init__(self, manager: L2Manager, slab: Slab, tiers: Sequence[Tier]) -> None:
+        self._manager = manager
         self._slab = slab
         self.tiers = list(tiers)
         self._stop = threading.Event()
         self._turn = threading.Lock()
 
-    def start(self, share: float) -> None:
-        """`warm` in a thread of its own."""
-        threading.Thread(target=self.warm, args=(share,), name="warmer", daemon=True).start()
+    def start(self, fraction: float) -> None:
+        """Run `warm` in a separate thread."""
+        threading.Thread(target=self.warm, args=(fraction,), name="warmer", daemon=True).start()
 
-    def warm(self, share: float) -> int:
-        """Fill up to this share of the slab; blocks brought. One call at a time; more wait."""
+    def warm(self, fraction: float) -> int:
+        """Fill up to this fraction of the slab; return the number of blocks loaded. Concurrent
+        calls run one after the other."""
         with self._turn:
-            spare = self._slab.slots - int(share * self._slab.slots)
-            before = self._brain.stats()
-            wanted = list(itertools.islice(self._lacking(), max(0, before["slots_free"] - spare)))
-            # The coldest first, so that the hottest is the most recent when all are there.
-            wanted.reverse()
-            queue = Shared(wanted)
-            # Not an executor's threads: those would keep a process from ending while a tier hangs.
+            spare = self._slab.slots - int(fraction * self._slab.slots)
+            before = self._manager.stats()
+            room = max(0, before["slots_free"] - spare)
+            missing = list(itertools.islice(self._missing_blocks(), room))
+            # The coldest block first, so that the hottest ends as the most recently used.
+            missing.reverse()
+            blocks = WorkList(missing)
+            # No executor: its threads would keep the process from ending while a tier hangs.
             threads = [
                 threading.Thread(
-                    target=self._bring, args=(queue, spare), name=f"warmer-{number}", daemon=True
+                    target=self._run_worker,
+                    args=(blocks, spare),
+                    name=f"warmer-{number}",
+                    daemon=True,
                 )
                 for number in range(WARM_THREADS)
             ]
@@ -164,55 +171,58 @@ class Warmer:
                 thread.start()
             for thread in threads:
                 thread.join()
-            brought: int = self._brain.stats()["warmed"] - before["warmed"]
-        log.info("warmed L2 with %d blocks", brought)
-        return brought
+            warmed: int = self._manager.stats()["warmed"] - before["warmed"]
+        log.info("L2 warmed: %d blocks loaded", warmed)
+        return warmed
 
     def close(self, deadline_s: float) -> bool:
-        """Bring nothing more; False when a call still hangs in a tier at `deadline_s`."""
+        """Stop warming. False when a thread still hangs in a tier at `deadline_s`."""
         self._stop.set()
         idle = self._turn.acquire(timeout=max(0.0, deadline_s - time.monotonic()))
         if idle:
             self._turn.release()
         return idle
 
-    def _lacking(self) -> Iterator[tuple[Tier, Key]]:
-        """What the tiers hold and L2 does not, each block once."""
+    def _missing_blocks(self) -> Iterator[tuple[Tier, Key]]:
+        """Blocks that are in a tier but not in L2, each once."""
         seen: set[Key] = set()
         for tier in self.tiers:
             try:
                 for key, _ in tier.usage():
-                    if key not in seen and self._brain.lacks(key):
+                    if key not in seen and self._manager.is_absent(key):
                         seen.add(key)
                         yield tier, key
             except NotImplementedError:
                 continue
             except Exception as error:
-                log.warning("%s cannot be listed for warming: %s", tier.name, error)
+                log.warning("tier %s: cannot list blocks for warming: %s", tier.name, error)
 
-    def _bring(self, wanted: Iterable[tuple[Tier, Key]], spare: int) -> None:
-        staging = Staging(self._slab.slot_bytes)
-        for tier, key in wanted:
+    def _run_worker(self, blocks: Iterable[tuple[Tier, Key]], spare: int) -> None:
+        staging = StagingBuffers(self._slab.slot_bytes)
+        for tier, key in blocks:
             if self._stop.is_set():
                 return
             try:
-                self._bring_one(tier, key, staging, spare)
+                self._warm_block(tier, key, staging, spare)
             except Exception as error:
-                log.warning("%s: a block for warming did not come: %s", tier.name, error)
+                log.warning("tier %s: cannot load a block for warming: %s", tier.name, error)
 
-    def _bring_one(self, tier: Tier, key: Key, staging: Staging, spare: int) -> None:
+    def _warm_block(self, tier: Tier, key: Key, staging: StagingBuffers, spare: int) -> None:
         length = block_io.read_frame(tier, key, staging.header, staging.payload)
         if not length:
             return
         header = frame.parse_header(staging.header, key)
         if header.raw_bytes > self._slab.slot_bytes:
-            raise FrameInvalid(f"a block of {header.raw_bytes} bytes does not fit in a slot")
-        slot = self._brain.adopt(key, header.raw_bytes, spare)
+            raise FrameInvalid(
+                f"block of {header.raw_bytes} bytes does not fit in a slot of "
+                f"{self._slab.slot_bytes}"
+            )
+        slot = self._manager.reserve_for_warm(key, header.raw_bytes, spare)
         if slot is None:
             return
         try:
             block_io.unpack_block(header, staging.payload[:length], self._slab.view(slot))
         except BaseException:
-            self._brain.abandon(WORKERS, [slot])
+            self._manager.abandon(WORKERS, [slot])
             raise
-        self._brain.adopted(slot)
+        self._manager.publish_warmed(slot)

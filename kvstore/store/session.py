@@ -1,62 +1,82 @@
-"""One engine's view of a store: `verbs.BlockStore`, bound to a tenant and a namespace.
+"""One engine's view of a store: an `interface.BlockStore` bound to a tenant and a namespace.
 
-The embedded engine holds one; the sidecar holds one for each connection. Verbs are called from one
-thread at a time; `poll` may block in a second thread meanwhile, and the store's workers move
-tickets from theirs. All books are kept under the brain's lock, so a lease and the ticket that
-shows it change together.
+The embedded engine has one session. The sidecar has one for each connection. One thread at a time
+calls the operations. A second thread may block in `poll` meanwhile. The store's workers update
+operations from their own threads. All records are kept under the L2 manager's lock, so a lease and
+the operation that shows it change together.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Protocol, TypeVar
 
 from kvstore.blocks.key import Key, Namespace
-from kvstore.cache.commands import MISSING, Flight, LoadPlan, Waiter
-from kvstore.interface import Load, Match, Save, Ticket
+from kvstore.cache.commands import MISSING, InFlightLoad, LeaseResult, TierWrite, Waiter
+from kvstore.cache.manager import L2Manager
+from kvstore.interface import Load, Match, Operation, Save
 from kvstore.shm.slab import Slab
-from kvstore.store.locator import L2
-from kvstore.telemetry.usage_counters import SessionMeter
+from kvstore.store.locator import L2, BlockLocator
+from kvstore.telemetry.usage_counters import SessionUsage
 
-if TYPE_CHECKING:
-    from kvstore.store.store import Store
-
-TicketT = TypeVar("TicketT", bound=Ticket)
+OperationT = TypeVar("OperationT", bound=Operation)
 
 CLOSED: Final = "the store is closed"
-LOAD_TRIES: Final = 2
-"""Plans made for one load: one more when a block left L2 between looking for it and leasing it."""
-MOVED_MAX: Final = 1 << 16
-"""Tickets kept for a poll; of a caller that never polls, the longest waiting are let go."""
+RELEASED: Final = "the operation was already committed or released"
+LEASE_ATTEMPTS: Final = 2
+"""Leases tried for one load. The second is for a block evicted between lookup and lease."""
+MAX_UNPOLLED: Final = 1 << 16
+"""Operations kept for `poll`. If the caller never polls, the oldest are dropped."""
+
+
+class StoreParts(Protocol):
+    """The parts of `store.Store` that a session uses."""
+
+    @property
+    def slab(self) -> Slab: ...
+
+    @property
+    def manager(self) -> L2Manager: ...
+
+    @property
+    def locator(self) -> BlockLocator: ...
+
+    def dispatch(self, loads: Iterable[InFlightLoad], writes: Iterable[TierWrite]) -> None: ...
+
+    def count_hits(self, tier: str, blocks: int) -> None: ...
+
+    def remove_session(self, client: int) -> None: ...
+
+    def stats(self) -> dict[str, Any]: ...
 
 
 class Session:
-    """Verbs over an embedded store. Made by `Store.session`."""
+    """The operations of an embedded store. Made by `Store.session`."""
 
     def __init__(
         self,
-        store: Store,
+        store: StoreParts,
         client: int,
         namespace: Namespace,
         tenant: str,
-        meter: SessionMeter | None = None,
+        usage: SessionUsage | None = None,
     ) -> None:
         self.tenant = tenant
-        self.meter = meter
+        self.usage = usage
         self.closed = False
         self._store = store
         self._client = client
         self._namespace = namespace
         self._nbytes = namespace.block_bytes
-        self._brain = store.brain
-        self._tickets = 0
-        self._books: dict[int, LoadBook] = {}
+        self._manager = store.manager
+        self._last_id = 0
+        self._loads: dict[int, LoadProgress] = {}
         self._saves: dict[int, Save] = {}
         self._matches: set[Match] = set()
-        self._moved: dict[int, Ticket] = {}
-        self._news = threading.Condition(self._brain.lock)
+        self._unpolled: dict[int, Operation] = {}
+        self._changed = threading.Condition(self._manager.lock)
 
     @property
     def namespace(self) -> Namespace:
@@ -66,123 +86,122 @@ class Session:
     def slab(self) -> Slab | None:
         return None if self.closed else self._store.slab
 
-    def slab_of(self, ticket: Load | Save) -> Slab:
+    def slab_of(self, operation: Load | Save) -> Slab:
         return self._store.slab
 
     def match(self, hashes: Sequence[bytes]) -> Match:
-        ticket = Match(self._number(), hashes)
+        match = Match(self._next_id(), hashes)
         if self.closed:
-            return self._ended(ticket)
+            return self._fail_closed(match)
         keys = self._keys(hashes)
-        self._hear(hashes, keys)
-        self._locate(ticket, keys, probe=True)
-        return ticket
+        self._record_lookup(hashes, keys)
+        self._answer_match(match, keys, probe=True)
+        return match
 
-    def asked(self, hashes: Sequence[bytes]) -> None:
-        """A run was asked for where the answer was known without us."""
+    def record_lookup(self, hashes: Sequence[bytes]) -> None:
+        """Record a lookup that the client answered from the shared index."""
         if not self.closed:
-            self._hear(hashes, self._keys(hashes))
+            self._record_lookup(hashes, self._keys(hashes))
 
     def load(self, hashes: Sequence[bytes]) -> Load:
-        """See `verbs`. A block in a tier without a local index is found only after a match."""
-        ticket = Load(self._number(), hashes)
+        """See `interface`. A block in a tier without a local index is found only after a match."""
+        load = Load(self._next_id(), hashes)
         if self.closed:
-            return self._ended(ticket)
+            return self._fail_closed(load)
         keys = self._keys(hashes)
-        for left in reversed(range(LOAD_TRIES)):
-            held = self._brain.held(keys, self._nbytes)
-            sources = self._store.finder.sources(keys, held)
-            with self._brain.lock:
+        for attempts_left in reversed(range(LEASE_ATTEMPTS)):
+            in_l2 = self._manager.cached_or_loading(keys, self._nbytes)
+            tiers = self._store.locator.find_tiers(keys, in_l2)
+            with self._manager.lock:
                 if self.closed:
-                    return self._ended(ticket)
-                book = LoadBook(self, ticket)
-                plan = self._brain.lease(self._client, keys, self._nbytes, sources, book)
-                again = left > 0 and plan.reason == MISSING and held[plan.cut_at]
-                if again:
-                    self._undo(plan)
+                    return self._fail_closed(load)
+                progress = LoadProgress(self, load)
+                lease = self._manager.lease(self._client, keys, self._nbytes, tiers, progress)
+                retry = attempts_left > 0 and lease.reason == MISSING and in_l2[lease.truncated_at]
+                if retry:
+                    self._cancel_lease(lease)
                 else:
-                    self._books[ticket.ticket_id] = book
-                    if self.meter is not None:
-                        self.meter.loading(ticket.hashes)
-                    book.begin(plan)
-            # Flights of a plan undone were cancelled with it.
-            self._store.carry_out(() if again else plan.flights, plan.spills)
-            if not again:
-                self._store.count_hits(L2, len(plan.ready))
+                    self._loads[load.operation_id] = progress
+                    if self.usage is not None:
+                        self.usage.on_load_start(load.hashes)
+                    progress.start(lease)
+            # Cancelling a lease cancels its new loads too.
+            self._store.dispatch(() if retry else lease.new_loads, lease.tier_writes)
+            if not retry:
+                self._store.count_hits(L2, len(lease.ready))
                 break
-        return ticket
+        return load
 
     def save(self, hashes: Sequence[bytes]) -> Save:
-        ticket = Save(self._number(), hashes)
-        with self._brain.lock:
+        save = Save(self._next_id(), hashes)
+        with self._manager.lock:
             if self.closed:
-                return self._ended(ticket)
-            answer = self._brain.admit(self._client, self._keys(hashes), self._nbytes)
-            ticket.grants.extend(answer.grants)
-            ticket.dropped = answer.dropped
-            self._saves[ticket.ticket_id] = ticket
-            self._end(ticket)
-        self._store.carry_out((), answer.spills)
-        return ticket
+                return self._fail_closed(save)
+            allocation = self._manager.allocate_save(self._client, self._keys(hashes), self._nbytes)
+            save.slot_assignments.extend(allocation.slot_assignments)
+            save.dropped = allocation.dropped
+            self._saves[save.operation_id] = save
+            self._complete(save)
+        self._store.dispatch((), allocation.tier_writes)
+        return save
 
     def commit(self, save: Save) -> None:
-        with self._brain.lock:
+        with self._manager.lock:
             if self.closed:
                 return
-            assert self._saves.pop(save.ticket_id, None) is save, "handed back already"
-            self._moved.pop(save.ticket_id, None)
-            spills = self._brain.commit(self._client, [slot for _, slot in save.grants])
-            if self.meter is not None:
-                self.meter.saved(len(save.grants))
-        self._store.carry_out((), spills)
+            assert self._saves.pop(save.operation_id, None) is save, RELEASED
+            self._unpolled.pop(save.operation_id, None)
+            writes = self._manager.commit(self._client, [slot for _, slot in save.slot_assignments])
+            if self.usage is not None:
+                self.usage.on_save(len(save.slot_assignments))
+        self._store.dispatch((), writes)
 
-    def release(self, ticket: Load | Save) -> None:
-        with self._brain.lock:
+    def release(self, operation: Load | Save) -> None:
+        with self._manager.lock:
             if self.closed:
                 return
-            self._moved.pop(ticket.ticket_id, None)
-            if isinstance(ticket, Save):
-                assert self._saves.pop(ticket.ticket_id, None) is ticket, "handed back already"
-                self._brain.abandon(self._client, [slot for _, slot in ticket.grants])
+            self._unpolled.pop(operation.operation_id, None)
+            if isinstance(operation, Save):
+                assert self._saves.pop(operation.operation_id, None) is operation, RELEASED
+                slots = [slot for _, slot in operation.slot_assignments]
+                self._manager.abandon(self._client, slots)
                 return
-            book = self._books.pop(ticket.ticket_id, None)
-            assert book is not None, "handed back already"
-            book.give_back()
+            progress = self._loads.pop(operation.operation_id, None)
+            assert progress is not None, RELEASED
+            progress.release()
 
-    def poll(self, timeout_s: float = 0.0) -> list[Ticket]:
-        with self._news:
-            if not self._moved and timeout_s > 0 and not self.closed:
-                self._news.wait_for(lambda: self._moved or self.closed, timeout_s)
-            moved = list(self._moved.values())
-            self._moved.clear()
-            return moved
+    def poll(self, timeout_s: float = 0.0) -> list[Operation]:
+        with self._changed:
+            if not self._unpolled and timeout_s > 0 and not self.closed:
+                self._changed.wait_for(lambda: self._unpolled or self.closed, timeout_s)
+            changed = list(self._unpolled.values())
+            self._unpolled.clear()
+            return changed
 
     def stats(self) -> dict[str, Any]:
         return self._store.stats()
 
     def close(self) -> None:
-        """Every lease comes back; tickets still out end with a fault.
+        """Release every lease, and end open operations with a fault.
 
-        Also what the sidecar calls when a client's connection has ended, which is the word that
-        none of its copies can run any more.
+        The sidecar calls this when a client's connection has ended. By then the safety rule of
+        `protocol` ensures that no copy of that client can still run.
         """
-        with self._brain.lock:
+        with self._manager.lock:
             if self.closed:
                 return
             self.closed = True
-            # Leases of books go back with the client's; nobody hands these tickets back now.
-            self._brain.drop_client(self._client)
-            for book in self._books.values():
-                self._ended(book.ticket)
+            # `drop_client` releases the leases of open loads too.
+            self._manager.drop_client(self._client)
+            for progress in self._loads.values():
+                self._fail_closed(progress.load)
             for match in list(self._matches):
-                self._ended(match)
-            self._books.clear()
+                self._fail_closed(match)
+            self._loads.clear()
             self._saves.clear()
             self._matches.clear()
-            self._news.notify_all()
-        self._store.forget_session(self._client)
-
-    drop = close
+            self._changed.notify_all()
+        self._store.remove_session(self._client)
 
     def __enter__(self) -> Session:
         return self
@@ -190,154 +209,149 @@ class Session:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # --- for the store and the books ----------------------------------------------------
+    # --- for the store and LoadProgress -------------------------------------------------
 
-    def moved(self, ticket: Ticket) -> None:
-        """Under the lock: the ticket has something new for its holder."""
-        self._moved[ticket.ticket_id] = ticket
-        if len(self._moved) > MOVED_MAX:
-            del self._moved[next(iter(self._moved))]
-        self._news.notify_all()
+    def on_change(self, operation: Operation) -> None:
+        """Have `poll` return this operation. Under the L2 manager's lock."""
+        self._unpolled[operation.operation_id] = operation
+        if len(self._unpolled) > MAX_UNPOLLED:
+            del self._unpolled[next(iter(self._unpolled))]
+        self._changed.notify_all()
 
     def release_slots(self, slots: Sequence[int]) -> None:
-        """Under the lock: leases of this session that no ticket shows any more."""
-        self._brain.release(self._client, slots)
+        """Release leases that no operation shows any more. Under the L2 manager's lock."""
+        self._manager.release(self._client, slots)
 
-    def leave(self, waiter: Waiter, flight: Flight) -> None:
-        """Under the lock: a book waits for this flight no more."""
-        self._brain.leave(waiter, flight)
+    def cancel_wait(self, waiter: Waiter, in_flight: InFlightLoad) -> None:
+        """Stop waiting for an in-flight load. Under the L2 manager's lock."""
+        self._manager.cancel_wait(waiter, in_flight)
 
-    def _locate(self, ticket: Match, keys: Sequence[Key], *, probe: bool) -> None:
-        """Say how long a run is held and where; ask remote tiers once for what is not known."""
-        tiers, behind = self._store.finder.locate(keys, self._nbytes)
-        with self._brain.lock:
+    def _answer_match(self, match: Match, keys: Sequence[Key], *, probe: bool) -> None:
+        """Report the cached prefix and its tiers. probe: query remote tiers for the rest first."""
+        tiers, beyond_gap = self._store.locator.locate_prefix(keys, self._nbytes)
+        with self._manager.lock:
             if self.closed:
-                self._ended(ticket)
+                self._fail_closed(match)
                 return
-            ticket.tiers.extend(tiers[len(ticket.tiers) :])
+            match.tiers.extend(tiers[len(match.tiers) :])
             if probe and len(tiers) < len(keys):
-                self._matches.add(ticket)
+                self._matches.add(match)
                 rest = keys[len(tiers) :]
-                if self._store.finder.probe(rest, lambda: self._probed(ticket, keys)):
+                if self._store.locator.probe(rest, lambda: self._on_probe_end(match, keys)):
                     return
-            self._matches.discard(ticket)
-            ticket.behind = [index for index in behind if index > len(ticket.tiers)]
-            self._end(ticket)
+            self._matches.discard(match)
+            match.beyond_gap = [index for index in beyond_gap if index > len(match.tiers)]
+            self._complete(match)
 
-    def _probed(self, ticket: Match, keys: Sequence[Key]) -> None:
-        """From a worker: every remote tier has answered."""
-        self._locate(ticket, keys, probe=False)
+    def _on_probe_end(self, match: Match, keys: Sequence[Key]) -> None:
+        """Every remote tier has answered. Called from a worker."""
+        self._answer_match(match, keys, probe=False)
 
-    def _undo(self, plan: LoadPlan) -> None:
-        """Under the lock: give back what a plan has leased and started."""
-        for waiter, flight in plan.waiting:
-            self._brain.leave(waiter, flight)
-        self._brain.release(self._client, [slot for _, slot in plan.ready])
+    def _cancel_lease(self, lease: LeaseResult) -> None:
+        """Release the slots of a lease and cancel its loads. Under the L2 manager's lock."""
+        for waiter, in_flight in lease.waiting:
+            self._manager.cancel_wait(waiter, in_flight)
+        self._manager.release(self._client, [slot for _, slot in lease.ready])
 
-    def _hear(self, hashes: Sequence[bytes], keys: Sequence[Key]) -> None:
-        """Somebody asks for this run: for the order of eviction, and for statistics."""
-        with self._brain.lock:
-            self._brain.record_lookup(keys)
-            if self.meter is not None:
-                self.meter.asked(hashes)
+    def _record_lookup(self, hashes: Sequence[bytes], keys: Sequence[Key]) -> None:
+        """Report a lookup to the eviction policy and to the usage counters."""
+        with self._manager.lock:
+            self._manager.record_lookup(keys)
+            if self.usage is not None:
+                self.usage.on_lookup(hashes)
 
     def _keys(self, hashes: Sequence[bytes]) -> list[Key]:
         tenant, digest = self.tenant, self._namespace.digest
         make = tuple.__new__  # a third of the time of Key(...)
         return [make(Key, (tenant, digest, name)) for name in hashes]
 
-    def _number(self) -> int:
-        self._tickets += 1
-        return self._tickets
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
 
-    def _end(self, ticket: Ticket) -> None:
-        ticket.done = True
-        self.moved(ticket)
+    def _complete(self, operation: Operation) -> None:
+        operation.done = True
+        self.on_change(operation)
 
-    def _ended(self, ticket: TicketT) -> TicketT:
-        """A ticket that nothing will be added to, because the store is closed."""
-        ticket.fault = CLOSED
-        ticket.done = True
-        return ticket
+    def _fail_closed(self, operation: OperationT) -> OperationT:
+        """End an operation because the store is closed."""
+        operation.fault = CLOSED
+        operation.done = True
+        return operation
 
     def __repr__(self) -> str:
         return f"session {self._client} of {self.tenant}, namespace {self._namespace.digest[:8]}"
 
 
-class LoadBook:
-    """One load's bookkeeping: what has arrived, what is awaited, where the run ends.
+class LoadProgress:
+    """Progress of one load: blocks that arrived, blocks it waits for, and the end of the prefix.
 
-    The ticket shows a leading run only; blocks that arrive early are held back until it reaches
-    them. All methods run under the brain's lock.
+    The operation shows only a prefix. A block that arrives early is shown when the prefix reaches
+    it. All methods run under the L2 manager's lock.
     """
 
-    def __init__(self, session: Session, ticket: Load) -> None:
-        self.ticket = ticket
+    def __init__(self, session: Session, load: Load) -> None:
+        self.load = load
         self._session = session
         self._arrived: dict[int, tuple[int, str]] = {}
-        self._awaited: dict[int, tuple[Waiter, Flight]] = {}
-        self._end = len(ticket.hashes)
-        self._began_s = time.monotonic()
+        self._waiting: dict[int, tuple[Waiter, InFlightLoad]] = {}
+        self._end = len(load.hashes)
+        self._started_s = time.monotonic()
 
-    def begin(self, plan: LoadPlan) -> None:
-        """Take the brain's plan."""
-        self._end = plan.cut_at
-        self.ticket.fault = plan.reason
-        self._arrived = {index: (slot, L2) for index, slot in plan.ready}
-        self._awaited = {waiter.index: (waiter, flight) for waiter, flight in plan.waiting}
+    def start(self, lease: LeaseResult) -> None:
+        """Take over the leased slots and the in-flight loads."""
+        self._end = lease.truncated_at
+        self.load.fault = lease.reason
+        self._arrived = {index: (slot, L2) for index, slot in lease.ready}
+        self._waiting = {waiter.index: (waiter, in_flight) for waiter, in_flight in lease.waiting}
         self._advance()
 
-    def arrived(self, index: int, slot: int, tier: str) -> None:
+    def on_loaded(self, index: int, slot: int, tier: str) -> None:
         """A block is in its slot, leased to this session."""
-        del self._awaited[index]
+        del self._waiting[index]
         self._arrived[index] = (slot, tier)
         self._advance()
 
-    def cut(self, index: int, reason: str) -> None:
-        """A block will not come: the run ends before it, and what lies behind is given back.
+    def truncate(self, index: int, reason: str) -> None:
+        """A block failed to load: end the prefix before it, and release the blocks after it.
 
-        Whoever is told of a failed flight may have left it a moment ago, by a cut of this same
-        run: a key that stands in it twice waits twice.
+        A key that occurs twice in the load waits twice. The first failure may already have
+        cancelled the second wait; then this call does nothing.
         """
-        if self._awaited.pop(index, None) is None:
+        if self._waiting.pop(index, None) is None:
             return
         if index < self._end:
             self._end = index
-            self.ticket.fault = reason
-            behind = [i for i in self._arrived if i > index]
-            self._session.release_slots([self._arrived.pop(i)[0] for i in behind])
-            for i in [i for i in self._awaited if i > index]:
-                self._session.leave(*self._awaited.pop(i))
+            self.load.fault = reason
+            after = [i for i in self._arrived if i > index]
+            self._session.release_slots([self._arrived.pop(i)[0] for i in after])
+            for i in [i for i in self._waiting if i > index]:
+                self._session.cancel_wait(*self._waiting.pop(i))
         self._advance()
 
-    def give_back(self) -> None:
-        """The ticket is handed back: leases go back, flights fly on for others."""
-        for waiter, flight in self._awaited.values():
-            self._session.leave(waiter, flight)
-        self._session.release_slots([*self.ticket.slots, *(s for s, _ in self._arrived.values())])
-        self._awaited.clear()
+    def release(self) -> None:
+        """Release the leases. The in-flight loads continue for other waiters."""
+        for waiter, in_flight in self._waiting.values():
+            self._session.cancel_wait(waiter, in_flight)
+        self._session.release_slots([*self.load.slots, *(s for s, _ in self._arrived.values())])
+        self._waiting.clear()
         self._arrived.clear()
 
     def _advance(self) -> None:
-        """Show what has become part of the leading run."""
-        ticket = self.ticket
-        meter = self._session.meter
-        before = len(ticket.slots)
-        while len(ticket.slots) in self._arrived:
-            slot, tier = self._arrived.pop(len(ticket.slots))
-            ticket.tiers.append(tier)
-            ticket.slots.append(slot)
-        if meter is not None and len(ticket.slots) > before:
-            meter.served(ticket.tiers[before:])
-        if len(ticket.slots) == self._end and not ticket.done:
-            ticket.done = True
-            if meter is not None:
-                meter.loaded(time.monotonic() - self._began_s)
-            self._session.moved(ticket)
-        elif len(ticket.slots) > before:
-            self._session.moved(ticket)
-
-
-def deadline_after(timeout_s: float) -> float:
-    """The moment `timeout_s` from now, on the monotonic clock."""
-    return time.monotonic() + timeout_s
+        """Show the blocks that now belong to the prefix."""
+        load = self.load
+        usage = self._session.usage
+        before = len(load.slots)
+        while len(load.slots) in self._arrived:
+            slot, tier = self._arrived.pop(len(load.slots))
+            load.tiers.append(tier)
+            load.slots.append(slot)
+        if usage is not None and len(load.slots) > before:
+            usage.on_hit(load.tiers[before:])
+        if len(load.slots) == self._end and not load.done:
+            load.done = True
+            if usage is not None:
+                usage.on_load_end(time.monotonic() - self._started_s)
+            self._session.on_change(load)
+        elif len(load.slots) > before:
+            self._session.on_change(load)

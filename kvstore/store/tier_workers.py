@@ -1,9 +1,9 @@
-"""The threads of one tier, and the bounded queues they serve.
+"""The threads of one tier, and their bounded queues.
 
-Loads go ahead of saves: a request waits for the one and nobody for the other. `workers_read`
-threads look at reads first; `workers_write` threads too, but take a write after `LOADS_IN_A_ROW` of
-them, so that saves move on whatever is loaded. Either does the other when its own queue is empty.
-A tier that hangs holds its threads and fills its queues, and nothing else.
+Loads go ahead of writes, because a request waits for a load. The `workers_read` threads always
+take a load first. The `workers_write` threads do too, but take a write after
+`MAX_CONSECUTIVE_LOADS` loads, so writes never starve. A thread whose own queue is empty serves the
+other. A tier that hangs blocks only its own threads and queues.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, Final
 
 from kvstore import codecs
 from kvstore.blocks.key import Key
-from kvstore.cache.commands import Flight, Landing, Spill
+from kvstore.cache.commands import InFlightLoad, LoadOutcome, TierWrite
 from kvstore.codecs.base import Codec
-from kvstore.codecs.chooser import IDENTITY, Chooser
+from kvstore.codecs.chooser import UNCOMPRESSED_ID, Chooser
 from kvstore.errors import TierError
 from kvstore.shm.slab import Slab
 from kvstore.store import block_io
-from kvstore.store.block_io import Moved, Staging
+from kvstore.store.block_io import StagingBuffers, TransferResult
 from kvstore.store.write_queue import Flush, WriteQueue
 from kvstore.telemetry.histogram import Histogram
 from kvstore.telemetry.usage_counters import Record
@@ -31,28 +31,28 @@ from kvstore.tiers.base import Tier
 
 log = logging.getLogger(__name__)
 
-PROBES_MAX: Final = 256
-"""Batched existence questions waiting, per tier; more are answered with no."""
-LOADS_IN_A_ROW: Final = 4
-"""Reads that a thread meant for writes does before it does a write again."""
+MAX_QUEUED_PROBES: Final = 256
+"""Maximum number of queued probes per tier. A further probe finds nothing."""
+MAX_CONSECUTIVE_LOADS: Final = 4
+"""Loads that a write thread runs before its next write."""
 
 
 class Probe:
-    """One batched question of which keys a tier holds; `answer` is called from a worker."""
+    """One batched query of which keys a tier contains. A worker calls `on_answer`."""
 
-    def __init__(self, keys: Sequence[Key], answer: Callable[[Probe, list[bool]], None]) -> None:
+    def __init__(self, keys: Sequence[Key], on_answer: Callable[[Probe, list[bool]], None]) -> None:
         self.keys = keys
-        self.answer = answer
+        self.on_answer = on_answer
 
 
 class TierWorkers:
-    """Reads, writes and probes of one tier.
+    """Runs the reads, writes and probes of one tier.
 
-    landed, written: called from a worker when a flight or spill ended.
-    chooser: gives each block its codec. dtype_of: of a key's namespace; "" where it is not known,
-    and the block is kept as it is.
-    take_off, begin: whether a flight, a spill is still wanted.
-    record: told of every block that was read or written.
+    on_load_end, on_write_end: called from a worker when a load or write ended.
+    chooser: chooses the codec of each block. dtype_of: the dtype of a key's namespace. If it is
+    unknown (""), the block is stored without compression.
+    start_load, start_write: mark a load or write as started; False if it was cancelled.
+    record: called for every block that was read or written.
     """
 
     def __init__(
@@ -64,39 +64,39 @@ class TierWorkers:
         queue_s: float = 0.0,
         chooser: Chooser,
         dtype_of: Callable[[Key], str],
-        take_off: Callable[[Flight], bool],
-        begin: Callable[[Spill], bool],
-        landed: Callable[[Flight, Moved], None],
-        written: Callable[[Spill, Moved], None],
+        start_load: Callable[[InFlightLoad], bool],
+        start_write: Callable[[TierWrite], bool],
+        on_load_end: Callable[[InFlightLoad, TransferResult], None],
+        on_write_end: Callable[[TierWrite, TransferResult], None],
         record: Record | None = None,
     ) -> None:
         self.tier = tier
         self.counts: Counter[str] = Counter()
-        self._counting = threading.Lock()
+        self._counts_lock = threading.Lock()
         self._slab = slab
         self._chooser = chooser
         self._dtype_of = dtype_of
-        self._take_off = take_off
-        self._begin = begin
-        self._landed = landed
-        self._written = written
+        self._start_load = start_load
+        self._start_write = start_write
+        self._on_load_end = on_load_end
+        self._on_write_end = on_write_end
         self._record = record
         self._seconds = {direction: Histogram() for direction in ("read", "write", "probe")}
-        self._reads: deque[Flight] = deque()
+        self._reads: deque[InFlightLoad] = deque()
         self._writes = WriteQueue(queue_blocks, queue_s, max(1, tier.workers_write))
         self._probes: deque[Probe] = deque()
         self._lock = threading.Lock()
-        self._wanted = threading.Condition(self._lock)
-        """There is something to do."""
-        self._ended = threading.Condition(self._lock)
-        """Something was done."""
+        self._work_ready = threading.Condition(self._lock)
+        """A job was queued."""
+        self._work_done = threading.Condition(self._lock)
+        """A job has ended."""
         self._busy = {"reads": 0, "writes": 0}
-        self._faulty = False
+        self._last_failed = False
         self._closing = False
         self._threads = [
             threading.Thread(
-                target=self._work,
-                args=(number < tier.workers_read, Staging(slab.slot_bytes)),
+                target=self._run_jobs,
+                args=(number < tier.workers_read, StagingBuffers(slab.slot_bytes)),
                 name=f"{tier.name}-{number}",
                 daemon=True,
             )
@@ -105,73 +105,74 @@ class TierWorkers:
         for thread in self._threads:
             thread.start()
 
-    def read(self, flight: Flight) -> bool:
-        """Queue a flight; False when the workers are closing.
+    def submit_load(self, load: InFlightLoad) -> bool:
+        """Queue a load. False when the workers are closing.
 
-        The brain has bounded how many there are; those that it cancelled since are let go here,
-        or a tier that hangs would collect them without end.
+        The L2 manager bounds the number of in-flight loads. This method removes cancelled loads
+        from the front, so the queue of a hung tier does not grow without bound.
         """
         with self._lock:
             if self._closing:
                 return False
             while self._reads and self._reads[0].cancelled:
                 self._reads.popleft()
-            self._reads.append(flight)
-            self._wanted.notify()
+            self._reads.append(load)
+            self._work_ready.notify()
             return True
 
-    def write(self, spill: Spill) -> bool:
-        """Queue a spill; False when the queue is full or the workers are closing."""
+    def submit_write(self, write: TierWrite) -> bool:
+        """Queue a write. False when the queue is full or the workers are closing."""
         with self._lock:
             if self._closing:
                 return False
-            if not self._writes.offer(spill):
+            if not self._writes.add(write):
                 self.counts["dropped_writes"] += 1
                 return False
-            self._wanted.notify()
+            self._work_ready.notify()
             return True
 
-    def probe(self, probe: Probe) -> bool:
-        """Queue a question; False when there are too many."""
+    def submit_probe(self, probe: Probe) -> bool:
+        """Queue a probe. False when the queue is full or the workers are closing."""
         with self._lock:
-            if self._closing or len(self._probes) >= PROBES_MAX:
+            if self._closing or len(self._probes) >= MAX_QUEUED_PROBES:
                 self.counts["dropped_probes"] += 1
                 return False
             self._probes.append(probe)
-            self._wanted.notify()
+            self._work_ready.notify()
             return True
 
-    def bound(self, queue_blocks: int, queue_s: float) -> None:
-        """From here on, so many writes may wait, and for so long; what waits already stays."""
+    def set_limits(self, queue_blocks: int, queue_s: float) -> None:
+        """Set the bounds of the write queue. Writes already queued stay."""
         with self._lock:
-            self._writes.bound(queue_blocks, queue_s)
+            self._writes.set_limits(queue_blocks, queue_s)
 
-    def room(self) -> int:
-        """Spills that the write queue would take now."""
+    def free_blocks(self) -> int:
+        """Number of writes that the queue would accept now."""
         with self._lock:
-            return self._writes.room()
+            return self._writes.free_blocks()
 
     def wait_written(self, deadline_s: float) -> bool:
-        """Until what is queued or running now is written and the tier is flushed; False when that
-        failed or took longer."""
+        """Wait until all current writes have ended and the tier is flushed. False when the flush
+        failed or the deadline passed."""
         with self._lock:
-            last = self._writes.last
+            last = self._writes.last_number
             left_s = max(0.0, deadline_s - time.monotonic())
-            if not self._ended.wait_for(lambda: self._writes.settled(last), left_s):
+            if not self._work_done.wait_for(lambda: self._writes.is_done(last), left_s):
                 return False
             flush = Flush()
-            self._writes.flush(flush)
-            self._wanted.notify()
-        return flush.ended.wait(max(0.0, deadline_s - time.monotonic())) and flush.done
+            self._writes.add_flush(flush)
+            self._work_ready.notify()
+        return flush.ended.wait(max(0.0, deadline_s - time.monotonic())) and flush.succeeded
 
     def stats(self) -> dict[str, Any]:
-        """Queue depths, counters, and "seconds" inside the tier by direction (histograms)."""
+        """Queue depths, counters, and "seconds" (histograms of the time inside the tier, by
+        operation)."""
         with self._lock:
             queues = {
                 "queued_reads": len(self._reads),
                 "queued_writes": len(self._writes),
-                "running_reads": self._busy["reads"],
-                "running_writes": self._busy["writes"],
+                "workers_busy_read": self._busy["reads"],
+                "workers_busy_write": self._busy["writes"],
                 "write_rate": round(self._writes.bytes_per_s),
             }
         counts = {name: self.counts[name] for name in COUNTERS}
@@ -180,28 +181,28 @@ class TierWorkers:
         return {**queues, **counts, **workers, "seconds": seconds, "codec": self._chooser.stats()}
 
     def close(self, deadline_s: float) -> bool:
-        """End the threads; what is queued is not done. False when some still hang in the tier."""
+        """Drop queued jobs and end the threads. False when a thread still hangs in the tier."""
         with self._lock:
             self._closing = True
             reads, writes = list(self._reads), self._writes.drain()
             probes = list(self._probes)
             self._reads.clear()
             self._probes.clear()
-            self._wanted.notify_all()
-            self._ended.notify_all()
-        for flight in reads:
-            if self._take_off(flight):
-                self._landed(flight, Moved(Landing.UNAVAILABLE, reason="closing"))
+            self._work_ready.notify_all()
+            self._work_done.notify_all()
+        for load in reads:
+            if self._start_load(load):
+                self._on_load_end(load, TransferResult(LoadOutcome.UNAVAILABLE, reason="closing"))
         for job in writes:
-            if isinstance(job, Spill) and self._begin(job):
-                self._written(job, Moved(Landing.UNAVAILABLE, reason="closing"))
+            if isinstance(job, TierWrite) and self._start_write(job):
+                self._on_write_end(job, TransferResult(LoadOutcome.UNAVAILABLE, reason="closing"))
         for probe in probes:
-            probe.answer(probe, [False] * len(probe.keys))
+            probe.on_answer(probe, [False] * len(probe.keys))
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _next(self, reads_first: bool) -> Flight | Spill | Probe | Flush | None:
+    def _next_job(self, reads_first: bool) -> InFlightLoad | TierWrite | Probe | Flush | None:
         """Wait for a job; None when closing."""
         with self._lock:
             while not self._closing:
@@ -213,137 +214,139 @@ class TierWorkers:
                 if self._writes:
                     self._busy["writes"] += 1
                     return self._writes.pop()
-                self._wanted.wait()
+                self._work_ready.wait()
             return None
 
-    def _work(self, reads_first: bool, staging: Staging) -> None:
-        """A worker's life. A mistake of ours in one job must not end the thread."""
-        in_a_row = 0
-        while (job := self._next(reads_first or in_a_row < LOADS_IN_A_ROW)) is not None:
-            in_a_row = in_a_row + 1 if isinstance(job, Flight) else 0
+    def _run_jobs(self, reads_first: bool, staging: StagingBuffers) -> None:
+        """Run jobs until closing. An internal error in one job must not end the thread."""
+        loads = 0
+        while (job := self._next_job(reads_first or loads < MAX_CONSECUTIVE_LOADS)) is not None:
+            loads = loads + 1 if isinstance(job, InFlightLoad) else 0
             try:
-                if isinstance(job, Flight):
-                    self._read(job, staging)
-                elif isinstance(job, Spill):
-                    self._write(job, staging)
+                if isinstance(job, InFlightLoad):
+                    self._run_load(job, staging)
+                elif isinstance(job, TierWrite):
+                    self._run_write(job, staging)
                 elif isinstance(job, Probe):
-                    self._probe(job)
+                    self._run_probe(job)
                 else:
-                    self._flush(job)
+                    self._run_flush(job)
             except Exception:
-                log.exception("%s: a worker's job failed", self.tier.name)
+                log.exception("tier %s: internal error in a worker job", self.tier.name)
             finally:
-                self._finished(job)
+                self._on_job_end(job)
 
-    def _finished(self, job: Flight | Spill | Probe | Flush) -> None:
+    def _on_job_end(self, job: InFlightLoad | TierWrite | Probe | Flush) -> None:
         with self._lock:
-            if isinstance(job, Flight):
+            if isinstance(job, InFlightLoad):
                 self._busy["reads"] -= 1
             elif not isinstance(job, Probe):
                 self._busy["writes"] -= 1
-                self._writes.done(job)
-            self._ended.notify_all()
+                self._writes.on_job_end(job)
+            self._work_done.notify_all()
 
-    def _probe(self, probe: Probe) -> None:
-        began_s = time.perf_counter()
-        found, moved = block_io.asked(self.tier, probe.keys)
-        self._count("probe", moved, time.perf_counter() - began_s)
-        probe.answer(probe, found)
+    def _run_probe(self, probe: Probe) -> None:
+        started_s = time.perf_counter()
+        found, result = block_io.tier_contains(self.tier, probe.keys)
+        self._count("probe", result, time.perf_counter() - started_s)
+        probe.on_answer(probe, found)
 
-    def _flush(self, flush: Flush) -> None:
+    def _run_flush(self, flush: Flush) -> None:
         try:
             self.tier.flush()
-            flush.done = True
+            flush.succeeded = True
         except TierError as error:
-            with self._counting:
-                self.counts["faults"] += 1
-            log.warning("%s: flush failed: %s", self.tier.name, error)
+            with self._counts_lock:
+                self.counts["errors"] += 1
+            log.warning("tier %s: flush failed: %s", self.tier.name, error)
         finally:
             flush.ended.set()
 
-    def _read(self, flight: Flight, staging: Staging) -> None:
-        if not self._take_off(flight):
+    def _run_load(self, load: InFlightLoad, staging: StagingBuffers) -> None:
+        if not self._start_load(load):
             return
-        slot = self._slab.view(flight.slot)
-        digest, before = flight.key.namespace, self._busy["reads"]
-        moved = block_io.read_block(
+        slot = self._slab.view(load.slot)
+        digest, before = load.key.namespace, self._busy["reads"]
+        result = block_io.read_block(
             self.tier,
-            flight.key,
-            flight.nbytes,
+            load.key,
+            load.nbytes,
             slot,
             staging,
             direct=self._chooser.keeps_raw(digest),
         )
-        self._count("read", moved, moved.cost.tier_s if moved.cost else None)
-        if moved.cost is not None:
-            self._chooser.read(digest, moved.cost, (before + self._busy["reads"]) / 2)
-        self._landed(flight, moved)
+        self._count("read", result, result.cost.tier_s if result.cost else None)
+        if result.cost is not None:
+            self._chooser.read(digest, result.cost, (before + self._busy["reads"]) / 2)
+        self._on_load_end(load, result)
 
-    def _write(self, spill: Spill, staging: Staging) -> None:
-        if not self._begin(spill):
+    def _run_write(self, write: TierWrite, staging: StagingBuffers) -> None:
+        if not self._start_write(write):
             return
-        moved = Moved(Landing.UNAVAILABLE, reason="a fault of ours")
+        result = TransferResult(LoadOutcome.UNAVAILABLE, reason="internal error")
         started_s, before = time.monotonic(), self._busy["writes"]
         try:
-            moved = block_io.write_block(
+            result = block_io.write_block(
                 self.tier,
-                spill.key,
-                spill.nbytes,
-                self._slab.view(spill.slot),
-                self._codec_of(spill),
+                write.key,
+                write.nbytes,
+                self._slab.view(write.slot),
+                self._choose_codec(write),
                 staging,
             )
-            self._count("write", moved, moved.cost.tier_s if moved.cost else None)
-            if moved.cost is not None:
+            self._count("write", result, result.cost.tier_s if result.cost else None)
+            if result.cost is not None:
                 sharing = (before + self._busy["writes"]) / 2
-                self._chooser.wrote(spill.key.namespace, moved.cost, sharing)
-            if moved.stored_bytes:
+                self._chooser.wrote(write.key.namespace, result.cost, sharing)
+            if result.stored_bytes:
                 with self._lock:
-                    self._writes.wrote(spill.nbytes, time.monotonic() - started_s)
+                    self._writes.record_write(write.nbytes, time.monotonic() - started_s)
         finally:
-            self._written(spill, moved)
+            self._on_write_end(write, result)
 
-    def _codec_of(self, spill: Spill) -> Codec:
-        dtype = self._dtype_of(spill.key)
+    def _choose_codec(self, write: TierWrite) -> Codec:
+        dtype = self._dtype_of(write.key)
         if not dtype:
-            return codecs.open(IDENTITY)
+            return codecs.codec_by_frame_id(UNCOMPRESSED_ID)
         with self._lock:
-            crowded = self._writes.crowded
+            crowded = self._writes.is_backlogged
         return self._chooser.next(
-            spill.key.namespace, dtype, raw_bytes=spill.nbytes, crowded=crowded
+            write.key.namespace, dtype, raw_bytes=write.nbytes, crowded=crowded
         )
 
-    def _count(self, direction: str, moved: Moved, seconds: float | None) -> None:
-        """Count one move; the first fault in a row is a warning, the rest are details.
+    def _count(self, direction: str, result: TransferResult, seconds: float | None) -> None:
+        """Count one tier operation. The first of several consecutive errors is logged as a
+        warning, the others at debug level.
 
-        seconds: inside the tier; None where nothing was moved.
+        seconds: time inside the tier; None if no block was transferred.
         """
-        if seconds is not None and moved.landing is Landing.ARRIVED:
+        if seconds is not None and result.outcome is LoadOutcome.LOADED:
             self._seconds[direction].observe(seconds)
             if self._record is not None:
-                about = {"kvstore.tier": self.tier.name, "kvstore.bytes": moved.stored_bytes}
+                about = {"kvstore.tier": self.tier.name, "kvstore.bytes": result.stored_bytes}
                 self._record(f"tier {direction}", seconds, about)
-        with self._counting:
-            level = self._counted(direction, moved)
+        with self._counts_lock:
+            level = self._update_counts(direction, result)
         if level is not None:
-            log.log(level, "%s: %s failed: %s", self.tier.name, direction, moved.reason)
+            log.log(level, "tier %s: %s failed: %s", self.tier.name, direction, result.reason)
 
-    def _counted(self, direction: str, moved: Moved) -> int | None:
-        """Under its lock, for many workers end at once; a fault's level in the log, else None."""
-        if moved.landing is Landing.ARRIVED:
-            self.counts[f"{direction}s"] += direction == "probe" or bool(moved.stored_bytes)
-            self.counts[f"{direction}_bytes"] += moved.stored_bytes
-            # Only bytes show that it works again: of a tier that is left alone, questions are
-            # answered too (with no).
-            self._faulty = self._faulty and not moved.stored_bytes
-        elif moved.landing is Landing.MISSING:
+    def _update_counts(self, direction: str, result: TransferResult) -> int | None:
+        """Update the counters; the log level of an error, else None. Under the counters' lock,
+        because many workers end at once."""
+        if result.outcome is LoadOutcome.LOADED:
+            self.counts[f"{direction}s"] += direction == "probe" or bool(result.stored_bytes)
+            self.counts[f"{direction}_bytes"] += result.stored_bytes
+            # Only a transfer shows that the tier works again. While the circuit breaker is open,
+            # a probe succeeds too (and finds nothing).
+            self._last_failed = self._last_failed and not result.stored_bytes
+        elif result.outcome is LoadOutcome.MISSING:
             self.counts["misses"] += 1
-        elif moved.landing is Landing.CORRUPT:
+        elif result.outcome is LoadOutcome.CORRUPT:
             self.counts["checksum_failures"] += 1
         else:
-            self.counts["faults"] += 1
-            level = logging.DEBUG if self._faulty else logging.WARNING
-            self._faulty = True
+            self.counts["errors"] += 1
+            level = logging.DEBUG if self._last_failed else logging.WARNING
+            self._last_failed = True
             return level
         return None
 
@@ -356,7 +359,7 @@ COUNTERS: Final = (
     "probes",
     "misses",
     "checksum_failures",
-    "faults",
+    "errors",
     "dropped_writes",
     "dropped_probes",
 )

@@ -1,7 +1,7 @@
-"""The queue of writes to one tier: bounded in blocks, and in seconds of what the tier can do.
+"""The queue of writes to one tier: bounded in blocks, and in seconds at the measured write rate.
 
-A tier that slows down must not collect leases on slots that engines need, so what it may have
-waiting follows its measured rate. What finds no place is dropped and counted by the store.
+Each queued write leases a slot that engines could use. So the bound follows the tier's measured
+rate: a slow tier gets a short queue. The store drops and counts the writes that do not fit.
 """
 
 from __future__ import annotations
@@ -10,141 +10,140 @@ import threading
 from collections import deque
 from typing import Final
 
-from kvstore.cache.commands import Spill
+from kvstore.cache.commands import TierWrite
 
 SMOOTHING: Final = 0.2
 """Weight of the newest write in the measured rate."""
-CROWDED: Final = 0.75
-"""Part of a bound from which on writes do not keep up."""
+BACKLOG_FRACTION: Final = 0.75
+"""Fraction of a bound above which the queue counts as backlogged."""
 
 
 class Flush:
-    """A wish that what was written be durable. done: whether it came true, once it has ended."""
+    """A request to make earlier writes durable. succeeded: valid once `ended` is set."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
-        self.done = False
+        self.succeeded = False
 
 
 class WriteQueue:
-    """Called under the workers' lock.
+    """Every method is called under the workers' lock.
 
-    blocks: most spills waiting. seconds: most time that they may take; 0: no such bound. workers:
-    threads that write at once.
+    max_blocks: maximum number of queued writes. max_seconds: maximum time to write them all; 0:
+    no limit. workers: number of threads that write concurrently.
     """
 
-    def __init__(self, blocks: int, seconds: float, workers: int) -> None:
-        self._blocks = blocks
-        self._seconds = seconds
+    def __init__(self, max_blocks: int, max_seconds: float, workers: int) -> None:
+        self._max_blocks = max_blocks
+        self._max_seconds = max_seconds
         self._workers = workers
-        self._jobs: deque[tuple[int, Spill | Flush]] = deque()
+        self._jobs: deque[tuple[int, TierWrite | Flush]] = deque()
         self._running: dict[int, int] = {}
-        self.last = 0
-        """Number of the job that was added last; jobs are numbered in their order."""
+        self.last_number = 0
+        """Number of the newest job. Jobs are numbered in queue order."""
         self._bytes = 0
         self._largest = 1
         self._rate = 0.0
 
-    def bound(self, blocks: int, seconds: float) -> None:
-        """From here on, these bounds; what waits already stays."""
-        self._blocks = blocks
-        self._seconds = seconds
+    def set_limits(self, max_blocks: int, max_seconds: float) -> None:
+        """Set the bounds. Jobs already queued stay."""
+        self._max_blocks = max_blocks
+        self._max_seconds = max_seconds
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     @property
     def bytes_per_s(self) -> float:
-        """Raw bytes of blocks that the tier takes a second; 0 before the first write."""
+        """Measured write rate in raw block bytes; 0 before the first write."""
         return self._rate * self._workers
 
-    def offer(self, spill: Spill) -> bool:
-        """Take a spill; False when there are too many."""
-        if not self._fits(spill.nbytes):
-            self._let_go_cancelled()
-            if not self._fits(spill.nbytes):
+    def add(self, write: TierWrite) -> bool:
+        """Queue a write. False when the queue is full."""
+        if not self._fits(write.nbytes):
+            self._drop_cancelled()
+            if not self._fits(write.nbytes):
                 return False
-        self._largest = max(self._largest, spill.nbytes)
-        self._add(spill)
+        self._largest = max(self._largest, write.nbytes)
+        self._append(write)
         return True
 
-    def flush(self, flush: Flush) -> None:
-        """Take a flush, whatever waits."""
-        self._add(flush)
+    def add_flush(self, flush: Flush) -> None:
+        """Queue a flush, also when the queue is full."""
+        self._append(flush)
 
-    def pop(self) -> Spill | Flush:
-        """The job that waited longest; to be handed to `done`."""
+    def pop(self) -> TierWrite | Flush:
+        """Take the oldest job. The caller must call `on_job_end` with it."""
         number, job = self._jobs.popleft()
         self._bytes -= _bytes_of(job)
         self._running[id(job)] = number
         return job
 
-    def done(self, job: Spill | Flush) -> None:
-        """A job that was popped has ended."""
+    def on_job_end(self, job: TierWrite | Flush) -> None:
+        """Record that a popped job has ended."""
         del self._running[id(job)]
 
-    def settled(self, number: int) -> bool:
-        """No job up to this number waits or runs."""
+    def is_done(self, number: int) -> bool:
+        """Whether no job up to this number is queued or running."""
         first = self._jobs[0][0] if self._jobs else number + 1
         return number < min(first, *self._running.values(), number + 1)
 
-    def drain(self) -> list[Spill | Flush]:
-        """Every job; none waits any more."""
+    def drain(self) -> list[TierWrite | Flush]:
+        """Remove and return all jobs."""
         jobs = [job for _, job in self._jobs]
         self._jobs.clear()
         self._bytes = 0
         return jobs
 
     @property
-    def crowded(self) -> bool:
-        """Whether writes do not keep up: more will soon be dropped."""
-        most = self._bytes_most()
-        full = most is not None and self._bytes > CROWDED * most
-        return full or len(self._jobs) > CROWDED * self._blocks
+    def is_backlogged(self) -> bool:
+        """Whether the tier cannot keep up, so that writes will soon be dropped."""
+        max_bytes = self._max_bytes()
+        full = max_bytes is not None and self._bytes > BACKLOG_FRACTION * max_bytes
+        return full or len(self._jobs) > BACKLOG_FRACTION * self._max_blocks
 
-    def room(self) -> int:
-        """Spills that it would take now, were they of the largest block seen."""
-        left = self._blocks - len(self._jobs)
-        most = self._bytes_most()
-        if most is not None:
-            left = min(left, max(int(most - self._bytes) // self._largest, not self._jobs))
+    def free_blocks(self) -> int:
+        """Number of writes that would fit now, each as large as the largest block seen."""
+        left = self._max_blocks - len(self._jobs)
+        max_bytes = self._max_bytes()
+        if max_bytes is not None:
+            left = min(left, max(int(max_bytes - self._bytes) // self._largest, not self._jobs))
         return max(0, left)
 
-    def wrote(self, nbytes: int, elapsed_s: float) -> None:
-        """One worker has written a block of so many bytes in this time."""
+    def record_write(self, nbytes: int, elapsed_s: float) -> None:
+        """Update the measured rate after one worker has written a block."""
         rate = nbytes / max(elapsed_s, 1e-9)
         self._rate += (rate - self._rate) * (SMOOTHING if self._rate else 1.0)
 
     def _fits(self, nbytes: int) -> bool:
-        if len(self._jobs) >= self._blocks:
+        if len(self._jobs) >= self._max_blocks:
             return False
-        most = self._bytes_most()
-        # A block finds place in an empty queue, however slow the tier: else it were never measured
-        # again.
-        return most is None or not self._jobs or self._bytes + nbytes <= most
+        max_bytes = self._max_bytes()
+        # An empty queue accepts any block, however slow the tier: its rate must be measured again.
+        return max_bytes is None or not self._jobs or self._bytes + nbytes <= max_bytes
 
-    def _bytes_most(self) -> float | None:
-        """Bytes that may wait; None when only their number is bounded."""
-        if not self._seconds or not self._rate:
+    def _max_bytes(self) -> float | None:
+        """Maximum queued bytes; None when only the number of blocks is bounded."""
+        if not self._max_seconds or not self._rate:
             return None
-        return self._seconds * self.bytes_per_s
+        return self._max_seconds * self.bytes_per_s
 
-    def _add(self, job: Spill | Flush) -> None:
-        self.last += 1
-        self._jobs.append((self.last, job))
+    def _append(self, job: TierWrite | Flush) -> None:
+        self.last_number += 1
+        self._jobs.append((self.last_number, job))
         self._bytes += _bytes_of(job)
 
-    def _let_go_cancelled(self) -> None:
-        """Spills whose slots were needed will not be written."""
-        kept = [
+    def _drop_cancelled(self) -> None:
+        """Remove cancelled writes: the L2 manager has reused their slots."""
+        remaining = [
             (number, job)
             for number, job in self._jobs
-            if not (isinstance(job, Spill) and job.cancelled)
+            if not (isinstance(job, TierWrite) and job.cancelled)
         ]
-        if len(kept) < len(self._jobs):
-            self._jobs = deque(kept)
-            self._bytes = sum(_bytes_of(job) for _, job in kept)
+        if len(remaining) < len(self._jobs):
+            self._jobs = deque(remaining)
+            self._bytes = sum(_bytes_of(job) for _, job in remaining)
 
 
-def _bytes_of(job: Spill | Flush) -> int:
-    return job.nbytes if isinstance(job, Spill) else 0
+def _bytes_of(job: TierWrite | Flush) -> int:
+    return job.nbytes if isinstance(job, TierWrite) else 0

@@ -1,1 +1,1 @@
-"""What kvstore counts, logs and traces, and how that is exposed. It decides nothing."""
+"""Statistics, logs and traces, and their export. No other behaviour depends on them."""

@@ -1,17 +1,14 @@
-"""Counting without a metrics library, for code that only counts.
+"""Histograms for code that must not depend on a metrics library.
 
-The service turns these, and the numbers of `Store.stats()`, into Prometheus' text.
+Module `prometheus` exports them, and the statistics of `Store.stats()`.
 """
 
 from __future__ import annotations
 
 import bisect
-import re
 import threading
 from collections.abc import Sequence
 from typing import Any, Final
-
-from kvstore.errors import ConfigError
 
 LATENCY_BOUNDS_S: Final = (
     1e-5,
@@ -33,46 +30,30 @@ LATENCY_BOUNDS_S: Final = (
     2.5,
     5.0,
 )
-"""Upper bounds of a latency histogram's buckets: a verb takes tens of microseconds, a disk read
-milliseconds."""
-
-
-OTHER: Final = "(other)"
-"""Label of what comes after as many as are told apart."""
-
-_ROUTE = re.compile(r"[A-Za-z0-9_.:/-]{0,64}")
-
-
-def check_route(route: Any) -> str:
-    """A route's name. Raises ConfigError for what can be none."""
-    if not isinstance(route, str) or not _ROUTE.fullmatch(route):
-        raise ConfigError(
-            f"route {str(route)[:80]!r}: at most 64 letters, digits and _ . : / - are right"
-        )
-    return route
+"""Upper bounds of the buckets: operations take tens of microseconds, disk reads milliseconds."""
 
 
 class Histogram:
-    """How values are distributed over fixed buckets. `observe` may be called from any thread."""
+    """A histogram with fixed buckets. `observe` may be called from any thread."""
 
     __slots__ = ("_bounds", "_counts", "_lock", "_sum")
 
     def __init__(self, bounds: Sequence[float] = LATENCY_BOUNDS_S) -> None:
-        assert list(bounds) == sorted(set(bounds)), "bounds must rise"
+        assert list(bounds) == sorted(set(bounds)), "bounds must increase"
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
         self._lock = threading.Lock()
 
     def observe(self, value: float) -> None:
-        """Count one value; a bound belongs to the bucket below it."""
+        """Count one value. A value equal to a bound is in the bucket below the bound."""
         index = bisect.bisect_left(self._bounds, value)
         with self._lock:
             self._counts[index] += 1
             self._sum += value
 
     def snapshot(self) -> dict[str, Any]:
-        """bounds, counts (one more: above the last bound; not cumulative), sum, count."""
+        """bounds, counts (one more than bounds; not cumulative), sum, count."""
         with self._lock:
             counts = list(self._counts)
             total = self._sum

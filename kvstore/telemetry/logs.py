@@ -1,10 +1,10 @@
-"""Log lines: one for each event, as logfmt or JSON, with the request it belongs to.
+"""Log lines: one per event, as logfmt or JSON, with the request it belongs to.
 
     ts=2026-02-03T04:05:06.789Z level=info logger=kvstore.service.http.request_log event=request
     request_id=0f3c status=200 ms=1.2                                     (all on one line)
 
-Fields of an event are given as `extra={"fields": {...}}`. What a message or an exception has of
-line ends is escaped: a line is an event, whoever wrote its text.
+Pass the fields of an event as `extra={"fields": {...}}`. Line ends in messages and exceptions are
+escaped, so a line is always one event.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import time
 from contextvars import ContextVar
 from typing import Any, Final
 
-from kvstore.config.settings import LogSettings, nearest
+from kvstore.config.settings import LogSettings, suggest
 from kvstore.errors import ConfigError
 
 REQUEST_ID: Final[ContextVar[str]] = ContextVar("kvstore_request_id", default="")
-"""The HTTP request that is being served; "": none."""
+"""Id of the HTTP request in progress; "": none."""
 TRACE_ID: Final[ContextVar[str]] = ContextVar("kvstore_trace_id", default="")
-"""The trace it belongs to, where traces are made."""
+"""Id of the request's trace; "": traces are off."""
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 MAX_FIELD_CHARS: Final = 16_384
-"""Longest value of a field; a traceback's end, where the fault stands, is what is kept."""
+"""Maximum length of a field's value. Of longer ones the end is kept: it has a traceback's error."""
 
 _BARE = re.compile(r"[^\s\"=\x00-\x1f\x7f-\x9f]+")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """All that a record says, in the order in which it is written."""
+    """The fields of a record, in the order in which they are written."""
     seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-    said: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "ts": f"{seconds}.{int(record.msecs):03d}Z",
         "level": record.levelname.lower(),
         "logger": record.name,
@@ -43,30 +43,32 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
     }
     for name, variable in (("request_id", REQUEST_ID), ("trace_id", TRACE_ID)):
         if variable.get():
-            said[name] = variable.get()
-    said.update(getattr(record, "fields", {}))
+            fields[name] = variable.get()
+    fields.update(getattr(record, "fields", {}))
     if record.exc_info:
-        said["exception"] = logging.Formatter().formatException(record.exc_info)
-    return {name: _bounded(value) for name, value in said.items()}
+        fields["exception"] = logging.Formatter().formatException(record.exc_info)
+    return {name: _bounded(value) for name, value in fields.items()}
 
 
 class LogfmtLines(logging.Formatter):
-    """`key=value` pairs; a value that is not one plain word is quoted as in JSON."""
+    """`key=value` pairs. A value that is not one plain word is quoted as in JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         return " ".join(f"{name}={_word(value)}" for name, value in fields_of(record).items())
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object."""
+    """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps(fields_of(record), default=str)
 
 
 class TextLines(logging.Formatter):
-    """For people at a terminal; an exception takes as many lines as it has. What would move the
-    terminal's cursor, or begin a line, is escaped: names come from outside."""
+    """Plain text for a terminal. An exception takes several lines.
+
+    Control characters and line ends in a message are escaped, because names come from outside.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(levelname)s %(name)s: %(message)s")
@@ -84,19 +86,19 @@ FORMATS: Final[dict[str, type[logging.Formatter]]] = {
 
 
 def check(settings: LogSettings) -> None:
-    """Raises ConfigError: an unknown format or level."""
+    """Check the settings. Raises ConfigError: unknown format or level."""
     for name, value, known in (
         ("log.format", settings.format, FORMATS),
         ("log.level", settings.level, LEVELS),
     ):
         if value not in known:
-            raise ConfigError(f"{name} = {value!r}: {nearest(value, known)}")
+            raise ConfigError(f"{name} = {value!r}: {suggest(value, known)}")
 
 
 def configure(settings: LogSettings) -> None:
-    """Write the process's log as the configuration says, to stderr. For a server's start.
+    """Set up the process's log on stderr, at a server's start.
 
-    Raises ConfigError: an unknown format or level.
+    Raises ConfigError: unknown format or level.
     """
     check(settings)
     handler = logging.StreamHandler()

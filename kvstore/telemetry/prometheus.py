@@ -1,11 +1,11 @@
-"""The sidecar's numbers as Prometheus metrics: a collector over the statistics, no second count.
+"""The sidecar's Prometheus metrics: a collector over the statistics, which counts nothing itself.
 
-Names: `kvstore_` first, the unit last, `_total` for counters. What the statistics do not have is
-left out.
+Names start with `kvstore_` and end with the unit, counters with `_total`. A metric whose number is
+missing from the statistics is left out.
 
-Labels are bounded: tiers, codecs, verbs and directions by what there is; tenants and routes by
-`meters.MAX_USERS`; namespaces by `codecs.chooser.MAX_NAMESPACES` for each tier; HTTP paths by the
-application's routes. No label names a client, a block or a request.
+Labels are bounded. Tiers, codecs, operations and directions are few. Pairs of tenant and traffic
+label are bounded by `usage_counters.MAX_ROWS`, namespaces by `codecs.chooser.MAX_NAMESPACES` for
+each tier, HTTP paths by the application's routes. No label names a client, a block or a request.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Stats = Mapping[str, Any]
 
 
 class StoreCollector(Collector):
-    """Asks for the statistics whenever Prometheus scrapes.
+    """Reads the statistics at each scrape.
 
-    stats: `Store.stats()` with the service's own beside it ("service", "http", "reloads").
+    stats: `Store.stats()` and the service's own statistics ("service", "http", "reloads").
     """
 
     def __init__(self, stats: Callable[[], Stats]) -> None:
         self._stats = stats
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: a registry then does not collect on registration."""
+        """Describe nothing, so that a registry does not collect on registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
@@ -54,51 +54,53 @@ class StoreCollector(Collector):
         build.add_metric([__version__], 1)
         yield build
         yield from _families(L2_METRICS, [({}, stats["l2"])])
-        yield from _of_tiers(stats["tiers"])
-        yield from _of_use(stats)
-        yield _tenants(stats["l2"]["tenants"])
-        yield GaugeMetricFamily("kvstore_sessions", "Sessions open.", stats["sessions"])
+        yield from _tier_metrics(stats["tiers"])
+        yield from _usage_metrics(stats)
+        yield _tenant_slots(stats["l2"]["tenants"])
+        yield GaugeMetricFamily("kvstore_sessions", "Open sessions.", stats["sessions"])
         if "service" in stats:
             clients = stats["service"]["clients"]
-            tickets = sum(client["tickets"] for client in clients.values())
+            operations = sum(client["operations_in_flight"] for client in clients.values())
             yield from _families(SERVICE_METRICS, [({}, stats["service"])])
-            yield GaugeMetricFamily("kvstore_clients", "Clients connected.", len(clients))
+            yield GaugeMetricFamily("kvstore_clients", "Connected clients.", len(clients))
             yield GaugeMetricFamily(
-                "kvstore_client_tickets", "Tickets that clients have outstanding.", tickets
+                "kvstore_client_operations_in_flight",
+                "Operations of clients in progress.",
+                operations,
             )
             yield _histograms(
-                "kvstore_verb_seconds",
-                "Time the sidecar takes to handle one verb of a client.",
-                ["verb"],
-                [([verb], each) for verb, each in stats["service"]["verb_seconds"].items()],
+                "kvstore_request_seconds",
+                "Time to handle one request of a client on the socket.",
+                ["op"],
+                [([op], each) for op, each in stats["service"]["request_seconds"].items()],
             )
         if "reloads" in stats:
             yield from _families(RELOAD_METRICS, [({}, stats["reloads"])])
         if "http" in stats:
             yield from _families(HTTP_METRICS, [({}, stats["http"])])
-            yield from _requests(stats["http"].get("requests", []))
+            yield from _http_requests(stats["http"].get("requests", []))
 
 
-def _of_tiers(tiers: Stats) -> Iterator[Metric]:
-    """What is told of each tier."""
+def _tier_metrics(tiers: Stats) -> Iterator[Metric]:
+    """The metrics of each tier."""
     rows = [
         ({"tier": name}, {**tier, "up": int(tier.get("state", "up") == "up")})
         for name, tier in tiers.items()
     ]
     yield from _families(TIER_METRICS, rows)
     yield _histograms(
-        "kvstore_tier_seconds",
-        "Time inside a tier of one block read or written, or one batch of existence questions.",
-        ["tier", "direction"],
+        "kvstore_tier_operation_seconds",
+        "Time in the tier to read or write one block, or to check one batch of keys (probe).",
+        ["tier", "op"],
         [
-            ([name, direction], each)
+            ([name, op], each)
             for name, tier in tiers.items()
-            for direction, each in tier.get("seconds", {}).items()
+            for op, each in tier.get("seconds", {}).items()
         ],
     )
     breaker = GaugeMetricFamily(
         "kvstore_tier_breaker_state",
-        "1 for the state the tier's breaker is in, 0 for the others.",
+        "1 for the current state of the tier's circuit breaker, 0 for the others.",
         labels=["tier", "state"],
     )
     for name, tier in tiers.items():
@@ -113,44 +115,44 @@ def _of_tiers(tiers: Stats) -> Iterator[Metric]:
     yield from _families(CODEC_METRICS, choices)
 
 
-def _of_use(stats: Stats) -> Iterator[Metric]:
-    """Tokens and bytes asked for, handed over and saved, by tenant, route and tier."""
+def _usage_metrics(stats: Stats) -> Iterator[Metric]:
+    """Tokens and bytes looked up, hit and saved, by tenant, traffic label and tier."""
     blocks = CounterMetricFamily(
-        "kvstore_hit_blocks", "Blocks served, by the tier they came from.", labels=["tier"]
+        "kvstore_hit_blocks", "Blocks returned to clients, by source tier.", labels=["tier"]
     )
-    for tier, count in stats["hits"].items():
+    for tier, count in stats["hit_blocks"].items():
         blocks.add_metric([tier], count)
     yield blocks
-    use, who = stats["use"], ["tenant", "route"]
-    asked = CounterMetricFamily(
-        "kvstore_asked_tokens", "Tokens of the runs that clients asked for.", labels=who
+    usage, names = stats["usage"], ["tenant", "traffic"]
+    lookups = CounterMetricFamily(
+        "kvstore_lookup_tokens", "Tokens of the prefixes that clients looked up.", labels=names
     )
-    saved = CounterMetricFamily("kvstore_saved_tokens", "Tokens committed.", labels=who)
+    saved = CounterMetricFamily("kvstore_saved_tokens", "Tokens of saved blocks.", labels=names)
     hits = CounterMetricFamily(
         "kvstore_hit_tokens",
-        "Tokens handed over, by the tier they came from. Over kvstore_asked_tokens: the hit rate.",
-        labels=[*who, "tier"],
+        "Tokens returned to clients, by source tier. Hit rate: this over kvstore_lookup_tokens.",
+        labels=[*names, "tier"],
     )
-    for user in use["users"]:
-        labels = [user["tenant"], user["route"]]
-        asked.add_metric(labels, user["asked"])
-        saved.add_metric(labels, user["saved"])
-        # Every tier from the start: a rate over a counter that appears late misses its first steps.
-        for tier in stats["hits"]:
-            hits.add_metric([*labels, tier], user["hits"].get(tier, 0))
-    yield from (asked, hits, saved)
-    served = CounterMetricFamily(
-        "kvstore_served_bytes", "Bytes of blocks handed over, by where they lay.", labels=["tier"]
+    for row in usage["users"]:
+        labels = [row["tenant"], row["traffic"]]
+        lookups.add_metric(labels, row["lookup_tokens"])
+        saved.add_metric(labels, row["saved_tokens"])
+        # Every tier from the start: a rate misses the first steps of a counter that appears later.
+        for tier in stats["hit_blocks"]:
+            hits.add_metric([*labels, tier], row["hit_tokens"].get(tier, 0))
+    yield from (lookups, hits, saved)
+    hit_bytes = CounterMetricFamily(
+        "kvstore_hit_bytes", "Bytes of blocks returned to clients, by source tier.", labels=["tier"]
     )
-    for tier in stats["hits"]:
-        served.add_metric([tier], use["read_bytes"].get(tier, 0))
-    yield served
-    yield CounterMetricFamily("kvstore_saved_bytes", "Bytes of blocks saved.", use["saved_bytes"])
+    for tier in stats["hit_blocks"]:
+        hit_bytes.add_metric([tier], usage["hit_bytes"].get(tier, 0))
+    yield hit_bytes
+    yield CounterMetricFamily("kvstore_saved_bytes", "Bytes of saved blocks.", usage["saved_bytes"])
     yield _histograms(
         "kvstore_load_seconds",
-        "From a client's load to the last block of its run in L2.",
+        "Time from the start of a client's load to its last block in L2.",
         [],
-        [([], use["load_seconds"])],
+        [([], usage["load_seconds"])],
     )
 
 
@@ -169,9 +171,9 @@ def _families(table: Any, sources: Sequence[tuple[Stats, Stats]]) -> Iterator[Me
             yield family
 
 
-def _tenants(slots: Stats) -> Metric:
+def _tenant_slots(slots: Stats) -> Metric:
     family = GaugeMetricFamily(
-        "kvstore_l2_tenant_slots", "Slots that are not free, by tenant.", labels=["tenant"]
+        "kvstore_l2_tenant_slots", "Slots in use, by tenant.", labels=["tenant"]
     )
     for tenant, count in slots.items():
         family.add_metric([tenant], count)
@@ -181,7 +183,7 @@ def _tenants(slots: Stats) -> Metric:
 def _histograms(
     name: str, text: str, labels: Sequence[str], each: Sequence[tuple[Sequence[str], Stats]]
 ) -> Metric:
-    """A family of histograms; `each`: the labels' values and a `Histogram.snapshot`."""
+    """A family of histograms. each: the values of the labels and a `Histogram.snapshot`."""
     family = HistogramMetricFamily(name, text, labels=labels)
     for values, numbers in each:
         running, buckets = 0, []
@@ -192,7 +194,7 @@ def _histograms(
     return family
 
 
-def _requests(rows: Sequence[Stats]) -> Iterator[Metric]:
+def _http_requests(rows: Sequence[Stats]) -> Iterator[Metric]:
     """HTTP requests by method, route and status."""
     labels = ["method", "path", "status"]
     counts = CounterMetricFamily("kvstore_http_requests", "HTTP requests answered.", labels=labels)
@@ -202,5 +204,5 @@ def _requests(rows: Sequence[Stats]) -> Iterator[Metric]:
             counts.add_metric([row["method"], row["path"], status], count)
         seconds.append(([row["method"], row["path"]], row["seconds"]))
     yield counts
-    text = "Time from an HTTP request's head to the end of its answer."
+    text = "Time from the head of an HTTP request to the end of its response."
     yield _histograms("kvstore_http_request_seconds", text, labels[:2], seconds)

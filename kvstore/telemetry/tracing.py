@@ -1,8 +1,9 @@
-"""Traces by OpenTelemetry: spans of HTTP requests, of clients' verbs, of blocks that tiers moved.
+"""OpenTelemetry traces: spans of HTTP requests, clients' operations and tier transfers.
 
-Off unless `trace.endpoint` names a collector (OTLP over HTTP); needs the extra `otel`. Spans wait
-in a bounded queue and are sent by a thread of the library; what finds no place is dropped. A
-request that brings a `traceparent` is traced as its caller decided, others by `trace.ratio`.
+Traces are off unless `trace.endpoint` names a collector (OTLP over HTTP). They require the extra
+`otel`. Spans wait in a bounded queue, and a thread of the library sends them; spans that do not fit
+are dropped. A request with a `traceparent` is traced as its caller decided. Other requests are
+sampled with `trace.sample_ratio`.
 """
 
 from __future__ import annotations
@@ -20,29 +21,31 @@ from kvstore.errors import ConfigError
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-SEND_LIMIT_MS: Final = 3000.0
-"""How long the process's end waits for spans to be sent."""
-EXPORT_LIMIT_S: Final = 2.0
-"""Longest one batch may take, tries and all."""
+FLUSH_TIMEOUT_MS: Final = 3000.0
+"""Longest wait for unsent spans at the process's end."""
+EXPORT_TIMEOUT_S: Final = 2.0
+"""Timeout of one batch, retries included."""
 QUEUE_SPANS: Final = 2048
 BATCH_SPANS: Final = 256
 
 
 class RequestSpan:
-    """The span of one HTTP request, while it is served."""
+    """The span of one HTTP request in progress."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
         self.trace_id = f"{span.get_span_context().trace_id:032x}"
 
-    def ends(self, path: str, about: Mapping[str, Any]) -> None:
-        """It has been answered. path: its route's template."""
+    def end(self, path: str, attributes: Mapping[str, Any]) -> None:
+        """Set the attributes of an answered request. path: its route's template."""
         from opentelemetry.trace import StatusCode
 
-        self._span.update_name(f"{about['method']} {path}")
-        self._span.set_attributes({_NAMES.get(name, name): value for name, value in about.items()})
+        self._span.update_name(f"{attributes['method']} {path}")
+        self._span.set_attributes(
+            {_NAMES.get(name, name): value for name, value in attributes.items()}
+        )
         self._span.set_attribute("http.route", path)
-        if about["status"] >= 500:
+        if attributes["status"] >= 500:
             self._span.set_status(StatusCode.ERROR)
 
 
@@ -54,17 +57,17 @@ _NAMES: Final = {
 
 
 class Tracer:
-    """Makes spans and sends them. `record` is a `meters.Record`, and may be called from any thread.
+    """Creates and sends spans. `record` is a `usage_counters.Record`; call it from any thread.
 
-    service: the name under which they are shown.
-    Raises ConfigError: the extra is not installed, or the endpoint is no URL.
+    service: the name of the service in the traces.
+    Raises ConfigError: the extra is not installed, or the endpoint is not a URL.
     """
 
     def __init__(self, settings: TraceSettings, service: str) -> None:
         if not settings.endpoint.startswith(("http://", "https://")):
             raise ConfigError(
-                f"trace.endpoint = {without_login(settings.endpoint)!r} is no URL; "
-                "http://127.0.0.1:4318 is right"
+                f"trace.endpoint = {without_login(settings.endpoint)!r} is not a URL; "
+                "use one like http://127.0.0.1:4318"
             )
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -74,15 +77,15 @@ class Tracer:
             from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         except ModuleNotFoundError:
             raise ConfigError(
-                "trace.endpoint needs OpenTelemetry; pip install 'kvstore-offload[otel]'"
+                "trace.endpoint requires OpenTelemetry: pip install 'kvstore-offload[otel]'"
             ) from None
         self._provider = TracerProvider(
-            sampler=ParentBased(TraceIdRatioBased(settings.ratio)),
+            sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
             resource=Resource.create({"service.name": service, "service.version": __version__}),
             shutdown_on_exit=False,
         )
         exporter = OTLPSpanExporter(
-            endpoint=settings.endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_LIMIT_S
+            endpoint=settings.endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S
         )
         self._provider.add_span_processor(
             BatchSpanProcessor(
@@ -91,17 +94,17 @@ class Tracer:
         )
         self._tracer = self._provider.get_tracer("kvstore", __version__)
 
-    def record(self, name: str, seconds: float, about: Mapping[str, Any]) -> None:
-        """A span that ends now and took so many seconds."""
+    def record(self, name: str, seconds: float, attributes: Mapping[str, Any]) -> None:
+        """Record a span that ends now and lasted `seconds`."""
         ended_ns = time.time_ns()
         span = self._tracer.start_span(
-            name, start_time=ended_ns - int(seconds * 1e9), attributes=dict(about)
+            name, start_time=ended_ns - int(seconds * 1e9), attributes=dict(attributes)
         )
         span.end(ended_ns)
 
     @contextmanager
     def request(self, method: str, headers: Mapping[bytes, bytes]) -> Iterator[RequestSpan]:
-        """A span around serving a request; the child of the caller's, where it names one."""
+        """A span around a request; a child of the caller's span, if the headers name one."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -118,11 +121,11 @@ class Tracer:
             yield RequestSpan(span)
 
     def close(self) -> None:
-        """Send what waits, for a bounded time."""
-        self._provider.force_flush(int(SEND_LIMIT_MS))
+        """Send the queued spans, within a bounded time."""
+        self._provider.force_flush(int(FLUSH_TIMEOUT_MS))
         self._provider.shutdown()
 
 
 def open_tracer(settings: TraceSettings, service: str) -> Tracer | None:
-    """A tracer, where the configuration asks for one."""
+    """A tracer, if one is configured."""
     return Tracer(settings, service) if settings.endpoint else None

@@ -1,11 +1,11 @@
-"""Who asked for how many tokens, and which tier answered: counters by tenant and route.
+"""Usage counters by tenant and traffic label: tokens looked up, saved, and hit in each tier.
 
-A *route* is a word by which a client says what its traffic is ("chat", "rag"); a client that says
-none has the route "". Labels come from outside, so there is a bound on how many are told apart:
-after the first `MAX_USERS` pairs of tenant and route, a tenant's new ones are counted under its
-route `OTHER`, and those of tenants beyond as many again under a tenant of that name.
+A *traffic label* is a client's word for its traffic ("chat", "rag"); the default is "". Labels come
+from outside, so their number is bounded. The first `MAX_ROWS` pairs of tenant and label get their
+own row. After that, new labels of a tenant are counted under its label `OTHER`. After twice as many
+rows, new tenants are counted under the tenant `OTHER`.
 
-All of it is called under the brain's lock, but for `snapshot`, which is too.
+Every method is called under the L2 manager's lock.
 """
 
 from __future__ import annotations
@@ -15,153 +15,160 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from kvstore.blocks.key import Namespace
-from kvstore.telemetry.histogram import OTHER, Histogram
+from kvstore.telemetry.histogram import Histogram
+from kvstore.telemetry.traffic import OTHER
 
-MAX_USERS: Final = 256
-"""Pairs of tenant and route that are told apart."""
-MAX_OPEN: Final = 1024
-"""Runs asked for and not loaded yet that one session remembers; the oldest go first."""
-HTTP_ROUTE: Final = "(http)"
-"""Route of blocks that were read as frames."""
+MAX_ROWS: Final = 256
+"""Pairs of tenant and traffic label with their own row."""
+MAX_OPEN_LOOKUPS: Final = 1024
+"""Lookups without a load yet that one session remembers; the oldest are dropped first."""
+HTTP_TRAFFIC: Final = "(http)"
+"""Traffic label of blocks that were read as frames."""
 
 Record: TypeAlias = Callable[[str, float, Mapping[str, Any]], None]
-"""Told of something that took a while, at its end: its name, seconds, what is known of it."""
+"""Records a span when it ends: name, seconds, attributes."""
 
 
-class User:
-    """What the sessions of one tenant and route have used, in tokens."""
+class UsageRow:
+    """Tokens used by the sessions of one tenant and traffic label."""
 
-    __slots__ = ("asked", "hits", "route", "saved", "tenant")
+    __slots__ = ("hit_tokens", "lookup_tokens", "saved_tokens", "tenant", "traffic_label")
 
-    def __init__(self, tenant: str, route: str) -> None:
+    def __init__(self, tenant: str, traffic_label: str) -> None:
         self.tenant = tenant
-        self.route = route
-        self.asked = 0
-        """Of runs that were asked for, each once."""
-        self.hits: Counter[str] = Counter()
-        """Handed over, by the tier they came from."""
-        self.saved = 0
-        """Committed."""
+        self.traffic_label = traffic_label
+        self.lookup_tokens = 0
+        """Tokens of prefixes looked up, each prefix once."""
+        self.hit_tokens: Counter[str] = Counter()
+        """Tokens returned to clients, by source tier."""
+        self.saved_tokens = 0
+        """Tokens of committed blocks."""
 
 
-class Meters:
-    """The counters of one store."""
+class UsageCounters:
+    """The usage counters of one store."""
 
-    def __init__(self, max_users: int = MAX_USERS) -> None:
-        self._max_users = max_users
-        self._users: dict[tuple[str, str], User] = {}
-        self.read_bytes: Counter[str] = Counter()
-        """Bytes of blocks handed over, by the tier they came from."""
+    def __init__(self, max_rows: int = MAX_ROWS) -> None:
+        self._max_rows = max_rows
+        self._rows: dict[tuple[str, str], UsageRow] = {}
+        self.hit_bytes: Counter[str] = Counter()
+        """Bytes of blocks returned to clients, by source tier."""
         self.saved_bytes = 0
-        """Bytes of blocks committed."""
+        """Bytes of committed blocks."""
         self.load_s = Histogram()
-        """From a load to the last block of its run."""
+        """Time from a load's start to its last block in L2."""
 
-    def user(self, tenant: str, route: str) -> User:
-        """The counters of a tenant and route; once there are too many, those of all the tenant's
-        other routes, and of all other tenants once there are too many of them too."""
-        name = (tenant, route)
-        if name not in self._users and len(self._users) >= self._max_users:
+    def row(self, tenant: str, traffic_label: str) -> UsageRow:
+        """The row of a tenant and traffic label, or the `OTHER` row that it is counted under."""
+        name = (tenant, traffic_label)
+        if name not in self._rows and len(self._rows) >= self._max_rows:
             name = (tenant, OTHER)
-            if name not in self._users and len(self._users) >= 2 * self._max_users:
+            if name not in self._rows and len(self._rows) >= 2 * self._max_rows:
                 name = (OTHER, OTHER)
-        if name not in self._users:
-            self._users[name] = User(*name)
-        return self._users[name]
+        if name not in self._rows:
+            self._rows[name] = UsageRow(*name)
+        return self._rows[name]
 
-    def session(self, namespace: Namespace, tenant: str, route: str) -> SessionMeter:
+    def session(self, namespace: Namespace, tenant: str, traffic_label: str) -> SessionUsage:
         """The counters of one session."""
-        user = self.user(tenant, route)
-        return SessionMeter(self, user, namespace.block_tokens, namespace.block_bytes)
+        row = self.row(tenant, traffic_label)
+        return SessionUsage(self, row, namespace.block_tokens, namespace.block_bytes)
 
-    def frame(self, namespace: Namespace | None, tenant: str, tier: str) -> None:
-        """A block was asked for as a frame, and came from this tier; "": it was a miss. Where its
-        namespace is unknown, so is how many tokens it has: it is not counted."""
+    def on_frame_read(self, namespace: Namespace | None, tenant: str, tier: str) -> None:
+        """Count a block requested as a frame, and its source tier ("": a miss).
+
+        A block of an unknown namespace has an unknown number of tokens, so it is not counted.
+        """
         if namespace is None:
             return
-        user = self.user(tenant, HTTP_ROUTE)
-        user.asked += namespace.block_tokens
+        row = self.row(tenant, HTTP_TRAFFIC)
+        row.lookup_tokens += namespace.block_tokens
         if tier:
-            user.hits[tier] += namespace.block_tokens
-            self.read_bytes[tier] += namespace.block_bytes
+            row.hit_tokens[tier] += namespace.block_tokens
+            self.hit_bytes[tier] += namespace.block_bytes
 
     def snapshot(self) -> dict[str, Any]:
-        """For statistics: "users" (asked, saved, hits by tier; tokens), bytes, "load_seconds"."""
+        """For statistics: "users" (one row each), "hit_bytes" (by tier), "saved_bytes",
+        "load_seconds" (histogram)."""
         return {
             "users": [
                 {
-                    "tenant": user.tenant,
-                    "route": user.route,
-                    "asked": user.asked,
-                    "saved": user.saved,
-                    "hits": dict(user.hits),
+                    "tenant": row.tenant,
+                    "traffic": row.traffic_label,
+                    "lookup_tokens": row.lookup_tokens,
+                    "saved_tokens": row.saved_tokens,
+                    "hit_tokens": dict(row.hit_tokens),
                 }
-                for user in self._users.values()
+                for row in self._rows.values()
             ],
-            "read_bytes": dict(self.read_bytes),
+            "hit_bytes": dict(self.hit_bytes),
             "saved_bytes": self.saved_bytes,
             "load_seconds": self.load_s.snapshot(),
         }
 
 
-class SessionMeter:
-    """What one session asks for and is given.
+class SessionUsage:
+    """Counts the lookups, loads and saves of one session.
 
-    A request that waits in an engine's queue is asked for again and again until it starts. Its run
-    counts once: until it is loaded, the same run is not counted again. A load whose run was not
-    asked for counts as asked, so that hits never exceed what was asked for.
+    An engine looks up a queued request again and again until the request starts. Its prefix counts
+    once: the same prefix is counted again only after it was loaded. A load without a lookup counts
+    as a lookup too, so hits never exceed lookups.
     """
 
-    def __init__(self, meters: Meters, user: User, block_tokens: int, block_bytes: int) -> None:
-        self._meters = meters
-        self._user = user
+    def __init__(
+        self, counters: UsageCounters, row: UsageRow, block_tokens: int, block_bytes: int
+    ) -> None:
+        self._counters = counters
+        self._row = row
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
-        self._open: OrderedDict[bytes, dict[bytes, int]] = OrderedDict()
-        """By a run's first hash, runs asked for: by their last hash, their blocks."""
+        self._open: OrderedDict[bytes, dict[tuple[bytes, int], None]] = OrderedDict()
+        """Open lookups, oldest first: first hash -> (last hash, blocks)."""
 
-    def asked(self, hashes: Sequence[bytes]) -> None:
-        """A match."""
+    def on_lookup(self, hashes: Sequence[bytes]) -> None:
+        """Count a match, unless its prefix has an open lookup."""
         if not hashes:
             return
-        runs = self._open.setdefault(hashes[0], {})
-        if hashes[-1] in runs:
+        prefixes = self._open.setdefault(hashes[0], {})
+        prefix = (hashes[-1], len(hashes))
+        if prefix in prefixes:
             return
-        if len(runs) >= MAX_OPEN:
-            runs.clear()
-        runs[hashes[-1]] = len(hashes)
-        self._user.asked += len(hashes) * self._block_tokens
-        if len(self._open) > MAX_OPEN:
+        if len(prefixes) >= MAX_OPEN_LOOKUPS:
+            prefixes.clear()
+        prefixes[prefix] = None
+        self._row.lookup_tokens += len(hashes) * self._block_tokens
+        if len(self._open) > MAX_OPEN_LOOKUPS:
             self._open.popitem(last=False)
 
-    def loading(self, hashes: Sequence[bytes]) -> None:
-        """A load: of a run that was asked for, or the front of one."""
+    def on_load_start(self, hashes: Sequence[bytes]) -> None:
+        """Close the lookup of a loaded prefix; a load may take only the front of it."""
         if not hashes:
             return
-        runs = self._open.get(hashes[0], {})
-        last = hashes[-1]
-        if runs and last not in runs:
-            # The front of a longer run; the one asked for last, where there are several.
-            longer = (name for name, blocks in reversed(runs.items()) if blocks >= len(hashes))
-            last = next(longer, last)
-        if runs.pop(last, None) is None:
-            self._user.asked += len(hashes) * self._block_tokens
-        elif not runs:
+        prefixes = self._open.get(hashes[0], {})
+        prefix = (hashes[-1], len(hashes))
+        if prefixes and prefix not in prefixes:
+            # The load takes the front of a longer prefix: of several, the latest lookup.
+            prefix = next((each for each in reversed(prefixes) if each[1] >= len(hashes)), prefix)
+        if prefix not in prefixes:
+            self._row.lookup_tokens += len(hashes) * self._block_tokens
+            return
+        del prefixes[prefix]
+        if not prefixes:
             del self._open[hashes[0]]
 
-    def served(self, tiers: Sequence[str]) -> None:
-        """Blocks were handed over, each from one of these tiers; there is one at least."""
-        hits, read_bytes = self._user.hits, self._meters.read_bytes
-        same = tiers.count(tiers[0]) == len(tiers)  # as ever, nearly: one step for all of them
-        for tier, blocks in ((tiers[0], len(tiers)),) if same else Counter(tiers).items():
-            hits[tier] += blocks * self._block_tokens
-            read_bytes[tier] += blocks * self._block_bytes
+    def on_hit(self, tiers: Sequence[str]) -> None:
+        """Count blocks returned to the client; one source tier for each, at least one."""
+        hit_tokens, hit_bytes = self._row.hit_tokens, self._counters.hit_bytes
+        one_tier = tiers.count(tiers[0]) == len(tiers)  # the usual case: one addition for all
+        for tier, blocks in ((tiers[0], len(tiers)),) if one_tier else Counter(tiers).items():
+            hit_tokens[tier] += blocks * self._block_tokens
+            hit_bytes[tier] += blocks * self._block_bytes
 
-    def loaded(self, seconds: float) -> None:
-        """A load has ended."""
-        self._meters.load_s.observe(seconds)
+    def on_load_end(self, seconds: float) -> None:
+        """Record the duration of a load."""
+        self._counters.load_s.observe(seconds)
 
-    def saved(self, blocks: int) -> None:
-        """Blocks were committed."""
-        self._user.saved += blocks * self._block_tokens
-        self._meters.saved_bytes += blocks * self._block_bytes
+    def on_save(self, blocks: int) -> None:
+        """Count committed blocks."""
+        self._row.saved_tokens += blocks * self._block_tokens
+        self._counters.saved_bytes += blocks * self._block_bytes

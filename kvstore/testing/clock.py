@@ -1,4 +1,4 @@
-"""A clock that stands still until it is told."""
+"""A clock for tests that moves only when told."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class FakeClock:
-    """Call it for the time in seconds; `sleep` and `advance` move it. Thread-safe."""
+    """Call it for the time in seconds. `sleep` and `advance` move it. Thread-safe."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -17,8 +17,8 @@ class FakeClock:
             return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
-        assert seconds >= 0, "time does not go back"
+        """Advance the time."""
+        assert seconds >= 0, "time cannot go back"
         with self._lock:
             self._now_s += seconds
 

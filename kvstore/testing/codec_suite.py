@@ -1,4 +1,4 @@
-"""What every codec must do: a class of tests, run by deriving from it. Needs hypothesis."""
+"""Conformance tests for codecs: a class of tests to derive from. Needs hypothesis."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ GUARD = b"\xa5" * 64
 
 
 def block_strategy(largest: int) -> st.SearchStrategy[bytes]:
-    """Blocks of any length: noise, text-like and skewed ones, mostly longer than hypothesis'
-    own bytes."""
+    """Return blocks of any length: noise, text-like and skewed ones, most of them longer than
+    those hypothesis makes by itself."""
     shapes = st.tuples(st.integers(0, largest), st.integers(0, 2**32 - 1), st.integers(1, 256))
     return st.one_of(st.binary(max_size=200), st.builds(_made, shapes))
 
@@ -31,7 +31,7 @@ class CodecSuite:
     """Tests of one codec. Override `codec`."""
 
     largest: ClassVar[int] = 300_000
-    """Bytes of the longest blocks tried."""
+    """Maximum length of the blocks, in bytes."""
     examples: ClassVar[int] = 80
 
     def codec(self) -> Codec:
@@ -47,14 +47,14 @@ class CodecSuite:
             target = bytearray(bound) + bytearray(GUARD)
             length = codec.encode(memoryview(block), memoryview(target)[:bound])
             assert 0 <= length <= bound
-            assert target[bound:] == GUARD, "encode wrote behind its bound"
+            assert target[bound:] == GUARD, "encode wrote beyond its bound"
             if length == 0:
                 return
             back = bytearray(len(block)) + bytearray(GUARD)
             view = memoryview(back)[: len(block)]
             assert codec.decode(memoryview(target)[:length], view) == len(block)
             assert back[: len(block)] == block
-            assert back[len(block) :] == GUARD, "decode wrote behind the block"
+            assert back[len(block) :] == GUARD, "decode wrote beyond the block"
 
         check()
 
@@ -76,7 +76,7 @@ class CodecSuite:
         check()
 
     def test_hostile_bytes_are_frame_invalid_or_a_block(self) -> None:
-        """Damage anywhere: some block of the right length, or FrameInvalid; nothing else."""
+        """Corrupt data gives a block of the right length or FrameInvalid, and nothing else."""
         codec = self.codec()
 
         @given(st.data())
@@ -94,7 +94,7 @@ class CodecSuite:
                     stored[at] = value
             stored = stored[: data.draw(st.integers(0, len(stored)))]
             stored += data.draw(st.binary(max_size=20))
-            self._decodes_or_refuses(codec, bytes(stored), data.draw(st.integers(0, 6000)))
+            self._decodes_or_rejects(codec, bytes(stored), data.draw(st.integers(0, 6000)))
 
         check()
 
@@ -104,21 +104,21 @@ class CodecSuite:
         @given(st.binary(max_size=400), st.integers(0, 500))
         @settings(max_examples=self.examples, deadline=None)
         def check(noise: bytes, room: int) -> None:
-            self._decodes_or_refuses(codec, noise, room)
+            self._decodes_or_rejects(codec, noise, room)
 
         check()
 
-    def test_a_block_that_does_not_fit_is_refused(self) -> None:
+    def test_a_block_that_does_not_fit_is_rejected(self) -> None:
         codec = self.codec()
         block = bytes(9000)
         target = memoryview(bytearray(codec.bound(len(block))))
         length = codec.encode(memoryview(block), target)
-        assert length > 0, "zeros must be worth encoding"
+        assert length > 0, "zeros must be compressible"
         with pytest.raises(FrameInvalid):
             codec.decode(target[:length], memoryview(bytearray(8999)))
 
     @staticmethod
-    def _decodes_or_refuses(codec: Codec, stored: bytes, room: int) -> None:
+    def _decodes_or_rejects(codec: Codec, stored: bytes, room: int) -> None:
         back = bytearray(room) + bytearray(GUARD)
         try:
             length = codec.decode(memoryview(stored), memoryview(back)[:room])

@@ -1,13 +1,13 @@
-"""A dull twin of the model and of the hooks: wrong pages give wrong tokens, at once.
+"""In-memory reference implementations of model and hooks: wrong pages give wrong tokens at once.
 
-`FakeRunner` keeps one number per token where a model keeps KV. The number depends on the number
-before it, read through the page table, and the next token on all numbers of the prefix, read
-likewise: whoever lends a page to the wrong prefix, reuses one too early or loads the wrong block
-gets another token. `reference_tokens` computes the same without pages.
+`FakeRunner` keeps one number per token instead of KV. Each number depends on the one before it,
+read through the page table. The next token depends on all numbers of the prefix, also read through
+the page table. So an engine that uses a page for the wrong prefix, reuses one too early or loads
+the wrong block gets another token. `reference_tokens` computes the same tokens without pages.
 
-`FakeHooks` keeps blocks in a dictionary by hash. It can answer late, cut loads short, lose blocks,
-and it checks the engine's side of the contract: pages of a save do not change before `Saved`,
-loads follow hits, every request ends with exactly one abort.
+`FakeHooks` keeps blocks in a dictionary by hash. It can answer late, shorten loads and lose blocks.
+It also checks the engine's side of the interface: pages of a save do not change before `SaveDone`,
+loads follow hits, and every request ends with exactly one abort.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.engine.hooks import HookEvent, Loaded, Saved
-from kvstore.interface import Answer, HookMatch
+from kvstore.engine.hooks import HookEvent, LoadDone, SaveDone
+from kvstore.interface import HookMatch, LookupStatus
 
 _MASK = (1 << 64) - 1
 _POISON = 0xDEAD_BEEF_DEAD_BEEF
 
 
 def _mix(*values: int) -> int:
-    """64 bits that depend on every value and on their order (splitmix64's finaliser, chained)."""
+    """Return 64 bits that depend on all values in order (splitmix64's finaliser, chained)."""
     state = 0x9E37_79B9_7F4A_7C15
     for value in values:
         state = (state ^ (value & _MASK)) * 0xBF58_476D_1CE4_E5B9 & _MASK
@@ -37,7 +37,7 @@ def _mix(*values: int) -> int:
 
 
 def _kv(before: int, token: int, position: int, lora: str) -> int:
-    """What stands for one token's KV."""
+    """Return the number that replaces one token's KV."""
     return _mix(before, token, position, *lora.encode())
 
 
@@ -52,7 +52,7 @@ def _next_token(total: int, vocab: int) -> int:
 def reference_tokens(
     prompt: Sequence[int], max_tokens: int, vocab: int, lora: str = ""
 ) -> list[int]:
-    """What a FakeRunner makes of a prompt, greedily, without pages, cache or batch."""
+    """Return the greedy tokens of a FakeRunner, without pages, cache or batch."""
     before = total = position = 0
     made: list[int] = []
     for token in prompt:
@@ -70,7 +70,7 @@ def reference_tokens(
 
 @dataclass(frozen=True)
 class FakeConfig:
-    """As much of a model's config as the engine reads."""
+    """The part of a model's config that the engine reads."""
 
     vocab: int = 97
     max_positions: int = 1 << 16
@@ -79,7 +79,7 @@ class FakeConfig:
 
 @dataclass(frozen=True)
 class FakeLoaded:
-    """As much of a loaded model as the engine reads."""
+    """The part of a loaded model that the engine reads."""
 
     config: FakeConfig = field(default_factory=FakeConfig)
     tokenizer: Any = None
@@ -104,10 +104,10 @@ class FakeRunner:
         self.vocab = vocab
         self.loras = {name: FakeAdapter(f"digest-of-{name}") for name in loras}
         self.rows_seen: list[list[tuple[int, int]]] = []
-        """Per step, (start, tokens) of each row."""
+        """(start, tokens) of each row, per step."""
 
     def step(self, rows: Sequence[Any]) -> npt.NDArray[np.float32]:
-        """Logits [rows, vocab]: 1 for the next token, 0 elsewhere."""
+        """Return logits [rows, vocab]: 1 for the next token, 0 elsewhere."""
         assert rows
         self.rows_seen.append([(row.start, len(row.tokens)) for row in rows])
         for row in rows:
@@ -148,12 +148,12 @@ class _Save(NamedTuple):
 
 @dataclass(frozen=True)
 class FakePlan:
-    """How a FakeHooks misbehaves; each gives, per call, a number from 0 on.
+    """Faults of a FakeHooks. Each function returns a value per call.
 
-    pending_calls: PENDING answers before a request's first other one.
+    pending_calls: PENDING results before a request's first other result.
     event_delay: polls before a load or save is reported.
-    load_cut: blocks of a load that do not come.
-    lost: whether a block vanishes (and stays away) when it is looked up.
+    load_cut: blocks of a load that are missing.
+    lost: whether a block is lost when it is looked up.
     """
 
     pending_calls: Callable[[], int] = lambda: 0
@@ -163,7 +163,7 @@ class FakePlan:
 
 
 class FakeHooks:
-    """KVHooks over a dictionary. `pool` is indexed by page first: a FakeRunner's."""
+    """KVHooks over a dictionary. pool: indexed by page first, as a FakeRunner's."""
 
     def __init__(
         self,
@@ -177,10 +177,10 @@ class FakeHooks:
         self.block_tokens = block_tokens
         self.wants_times = True
         self.times: list[tuple[int, int, float]] = []
-        """(start, tokens, seconds) of every `computed`."""
+        """(start, tokens, seconds) of every `record_prefill`."""
         self.plan = plan or FakePlan()
         self.blocks = {} if blocks is None else blocks
-        """Hash -> [pages_per_block, ...]; share one between two FakeHooks to share a store."""
+        """Hash -> [pages_per_block, ...]. Two FakeHooks with the same dict share a store."""
         self.tier = "l2"
         self.pages_per_block = block_tokens // page_tokens
         self.aborted: dict[str, int] = {}
@@ -200,14 +200,14 @@ class FakeHooks:
         self, request_id: str, hashes: Sequence[bytes], first_block: int, *, can_start: bool
     ) -> HookMatch:
         assert request_id not in self.aborted, "match after abort"
-        assert request_id not in self._loading, "match while a load runs"
+        assert request_id not in self._loading, "match during a load"
         self.matches += 1
         self._found.pop(request_id, None)
         if request_id not in self._pending:
             self._pending[request_id] = self.plan.pending_calls()
         if self._pending[request_id]:
             self._pending[request_id] -= 1
-            return HookMatch(Answer.PENDING)
+            return HookMatch(LookupStatus.PENDING)
         run: list[bytes] = []
         for block_hash in hashes[first_block:]:
             if block_hash in self.blocks and self.plan.lost():
@@ -216,9 +216,9 @@ class FakeHooks:
                 break
             run.append(block_hash)
         if not run:
-            return HookMatch(Answer.MISS)
+            return HookMatch(LookupStatus.MISS)
         self._found[request_id] = (first_block, tuple(run))
-        return HookMatch(Answer.HIT, len(run), (self.tier,) * len(run))
+        return HookMatch(LookupStatus.HIT, len(run), (self.tier,) * len(run))
 
     def load(self, request_id: str, pages: Sequence[int], blocks: int) -> None:
         _first, run = self._found.pop(request_id)
@@ -241,7 +241,7 @@ class FakeHooks:
         self._events.append((self.plan.event_delay(), self._next_id, save))
         return self._next_id
 
-    def computed(self, start: int, tokens: int, seconds: float) -> None:
+    def record_prefill(self, start: int, tokens: int, seconds: float) -> None:
         assert start >= 0
         assert tokens > 1
         self.times.append((start, tokens, seconds))
@@ -259,20 +259,20 @@ class FakeHooks:
             for index, block_hash in enumerate(copy.hashes):
                 block = self.blocks.get(block_hash)
                 if block is None:
-                    return Loaded(str(who), index)
+                    return LoadDone(str(who), index)
                 pages = copy.pages[index * per : (index + 1) * per]
                 for page, value in zip(pages, block, strict=True):
                     if page >= 0:
                         self.pool[page] = value
-            return Loaded(str(who), len(copy.hashes))
+            return LoadDone(str(who), len(copy.hashes))
         now = self.pool[list(copy.pages)]
-        assert np.array_equal(now, copy.bytes_then), "pages changed under a save"
+        assert np.array_equal(now, copy.bytes_then), "pages changed during a save"
         taken = 0
         for index, block_hash in enumerate(copy.hashes):
             if block_hash not in self.blocks:
                 self.blocks[block_hash] = now[index * per : (index + 1) * per].copy()
                 taken += 1
-        return Saved(int(who), taken)
+        return SaveDone(int(who), taken)
 
     def abort(self, request_id: str) -> None:
         assert request_id not in self.aborted, "a second abort"
@@ -281,7 +281,7 @@ class FakeHooks:
 
     @property
     def leased(self) -> set[str]:
-        """Requests for which blocks lie leased: found, and neither loaded nor given up."""
+        """Requests with leased blocks: found, and neither loaded nor aborted."""
         return set(self._found)
 
     def stats(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A tier that fails on purpose, in the ways tiers do."""
+"""A tier with injected faults."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from kvstore.tiers.base import Tier
 from kvstore.tiers.wrappers import Wrapper
 
 MAX_HANG_S = 120.0
-"""A hung call that nobody released goes on after this, so that a failing test still ends."""
+"""Maximum time of a hung call without `release`, so that a failing test still ends."""
 
 
 class Fault(enum.Enum):
-    """What goes wrong with a call."""
+    """Kind of fault."""
 
     REFUSED = "refused"
-    """TierUnavailable at once."""
+    """Raises TierUnavailable at once."""
     HUNG = "hung"
-    """Does not go on until `release`."""
+    """Blocks until `release`."""
     SLOW = "slow"
-    """Goes on after `slow_s`."""
+    """Continues after `slow_s`."""
     ERROR = "error"
-    """TierError: permanent."""
+    """Raises TierError: permanent."""
     TRUNCATED = "truncated"
     """The second half of the payload is missing (reads: shorter; writes: zeros are stored)."""
     CORRUPTED = "corrupted"
-    """One bit of the payload is flipped: of its first byte, which is never padding."""
+    """One bit of the payload is flipped, in its first byte, which is never padding."""
     FULL = "full"
-    """Writes raise TierFull; other verbs are not touched."""
+    """Writes raise TierFull. Other operations succeed."""
 
 
 Schedule = Callable[[str, Sequence[Key]], "Fault | None"]
 
 
-def always(fault: Fault, *verbs: str) -> Schedule:
-    """This fault at every call of `verbs` (default: of all)."""
-    return lambda verb, keys: fault if not verbs or verb in verbs else None
+def always(fault: Fault, *operations: str) -> Schedule:
+    """Return a schedule with this fault at every call of `operations` (default: all)."""
+    return lambda operation, keys: fault if not operations or operation in operations else None
 
 
 def in_turn(faults: Sequence[Fault | None]) -> Schedule:
-    """One fault for each call, in this order; none after the last."""
+    """Return a schedule with one fault per call, in this order, then none."""
     rest: Iterator[Fault | None] = iter(faults)
     lock = threading.Lock()
 
-    def schedule(verb: str, keys: Sequence[Key]) -> Fault | None:
+    def schedule(operation: str, keys: Sequence[Key]) -> Fault | None:
         with lock:
             return next(rest, None)
 
@@ -57,11 +57,10 @@ def in_turn(faults: Sequence[Fault | None]) -> Schedule:
 
 
 class FaultyTier(Wrapper):
-    """A real tier behind faults.
+    """A real tier with injected faults.
 
-    schedule: asked at every contains, read, write and delete; may be replaced at any time
-    (`tier.schedule = None`: all is well).
-    slow_s: how long SLOW takes. sleep: how it is spent.
+    schedule: called at every contains, read, write and delete. It can be replaced at any time.
+    None: no faults. slow_s: duration of SLOW. sleep: waits for it.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class FaultyTier(Wrapper):
         super().__init__(tier)
         self.schedule = schedule
         self.calls: list[tuple[str, Fault | None]] = []
-        """Every call and what went wrong with it; for assertions."""
+        """Every call with its fault, for assertions."""
         self._slow_s = slow_s
         self._sleep = sleep
         self._released = threading.Event()
@@ -83,50 +82,50 @@ class FaultyTier(Wrapper):
         self._lock = threading.Condition()
 
     def release(self) -> None:
-        """Let every hung call, and every one to come, go on."""
+        """Let all hung calls continue, now and in future."""
         self._released.set()
 
     def wait_hung(self, calls: int = 1, timeout_s: float = 10.0) -> bool:
-        """Wait until this many calls hang; whether they do."""
+        """Wait until this many calls hang. Returns whether they do."""
         with self._lock:
             return self._lock.wait_for(lambda: self._hung >= calls, timeout_s)
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
-        self._strike("contains", keys)
+        self._inject("contains", keys)
         return self.inner.contains(keys)
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        fault = self._strike("read", [key])
+        fault = self._inject("read", [key])
         length = self.inner.read(key, header, payload)
         if length and fault in (Fault.TRUNCATED, Fault.CORRUPTED):
-            return _damage(payload, length, fault)
+            return _corrupt(payload, length, fault)
         return length
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
-        fault = self._strike("write", [key])
+        fault = self._inject("write", [key])
         if fault in (Fault.TRUNCATED, Fault.CORRUPTED):
-            # The caller's buffer stays as it is: the damage happens on the way.
-            damaged = aligned_buffer(len(payload))
-            damaged[:] = payload
-            _damage(damaged, len(damaged), fault)
-            payload = damaged
+            # The caller's buffer does not change: the corruption happens in transit.
+            corrupt = aligned_buffer(len(payload))
+            corrupt[:] = payload
+            _corrupt(corrupt, len(corrupt), fault)
+            payload = corrupt
         self.inner.write(key, header, payload)
 
     def delete(self, keys: Sequence[Key]) -> None:
-        self._strike("delete", keys)
+        self._inject("delete", keys)
         self.inner.delete(keys)
 
-    def _strike(self, verb: str, keys: Sequence[Key]) -> Fault | None:
+    def _inject(self, operation: str, keys: Sequence[Key]) -> Fault | None:
         schedule = self.schedule
-        fault = schedule(verb, keys) if schedule is not None else None
+        fault = schedule(operation, keys) if schedule is not None else None
         with self._lock:
-            self.calls.append((verb, fault))
+            self.calls.append((operation, fault))
         if fault is Fault.REFUSED:
-            raise TierUnavailable(f"{self.name} refuses {verb}, on purpose")
+            raise TierUnavailable(f"{self.name}: {operation} is unavailable (injected fault)")
         if fault is Fault.ERROR:
-            raise TierError(f"{self.name} fails {verb}, on purpose")
-        if fault is Fault.FULL and verb == "write":
-            raise TierFull(f"{self.name} is full, on purpose")
+            raise TierError(f"{self.name}: {operation} failed (injected fault)")
+        if fault is Fault.FULL and operation == "write":
+            raise TierFull(f"{self.name} is full (injected fault)")
         if fault is Fault.SLOW:
             self._sleep(self._slow_s)
         if fault is Fault.HUNG:
@@ -142,8 +141,8 @@ class FaultyTier(Wrapper):
             self._hung -= 1
 
 
-def _damage(payload: memoryview, length: int, fault: Fault) -> int:
-    """Spoil the first `length` bytes of a payload; how many are still claimed."""
+def _corrupt(payload: memoryview, length: int, fault: Fault) -> int:
+    """Corrupt the first `length` bytes of a payload. Returns the length to report."""
     if fault is Fault.CORRUPTED:
         payload[0] ^= 0x10
         return length

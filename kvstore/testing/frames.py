@@ -1,4 +1,4 @@
-"""Frames whose bytes follow from their key, so that whoever reads one knows if it is right."""
+"""Frames with bytes derived from their key, so that a reader can check them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.blocks.frame import (
     aligned_buffer,
     checksum,
     pack_header,
-    padded,
+    padded_bytes,
     parse_header,
     verify_stored,
 )
@@ -19,30 +19,30 @@ from kvstore.blocks.key import Key
 
 
 def key_of(number: int, *, tenant: str = "tenant", namespace: str = "ab" * 16) -> Key:
-    """A key, different for each number."""
+    """Return a key, different for each number."""
     return Key(tenant, namespace, hashlib.sha256(b"%d" % number).digest())
 
 
 def block_of(key: Key, nbytes: int, version: int = 0) -> bytes:
-    """The one block of this key and version: noise, which no codec and no file system shrinks."""
+    """Return the block of this key and version: noise that no codec or file system compresses."""
     text = f"{key.tenant} {key.namespace} {version} ".encode() + key.hash
     seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
     return np.random.Generator(np.random.SFC64(seed)).bytes(nbytes)
 
 
 class FrameBuffer:
-    """A header page and a payload buffer, aligned, used again and again."""
+    """An aligned buffer for header and payload, which is reused."""
 
     def __init__(self, payload_bytes: int) -> None:
         self.header = aligned_buffer(HEADER_BYTES)
         self.payload = aligned_buffer(payload_bytes)
 
     def fill(self, key: Key, nbytes: int, version: int = 0) -> tuple[Key, memoryview, memoryview]:
-        """Make the frame of `key`; the arguments for a tier's `write`."""
+        """Make the frame of `key`. Returns the arguments for a tier's `write`."""
         block = block_of(key, nbytes, version)
         total = checksum(block)
         self.payload[:nbytes] = block
-        self.payload[nbytes : padded(nbytes)] = bytes(padded(nbytes) - nbytes)
+        self.payload[nbytes : padded_bytes(nbytes)] = bytes(padded_bytes(nbytes) - nbytes)
         pack_header(
             self.header,
             key=key,
@@ -52,19 +52,19 @@ class FrameBuffer:
             raw_sum=total,
             stored_sum=total,
         )
-        return key, self.header, self.payload[: padded(nbytes)]
+        return key, self.header, self.payload[: padded_bytes(nbytes)]
 
     def version_of(self, key: Key, length: int, versions: int = 1) -> int:
-        """Which version of `key` lies in the buffers after a read of `length` bytes.
+        """Return the version of `key` in the buffers, after a read of `length` bytes.
 
-        Raises FrameInvalid when it is no whole frame of that key, AssertionError when it is one
-        of bytes that were never written.
+        Raises FrameInvalid if it is not a complete frame of that key, and AssertionError if its
+        bytes were never written.
         """
         parsed = parse_header(self.header, key)
-        assert length == parsed.payload_bytes, "a payload of another length than its header's"
+        assert length == parsed.payload_bytes, "payload length differs from the header's"
         verify_stored(parsed, self.payload[:length])
         block = bytes(self.payload[: parsed.stored_bytes])
         for version in range(versions):
             if block == block_of(key, parsed.stored_bytes, version):
                 return version
-        raise AssertionError("bytes that nobody wrote")
+        raise AssertionError("bytes that were never written")

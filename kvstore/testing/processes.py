@@ -1,7 +1,7 @@
-"""Real processes for tests, benches and the demo: started, waited for, signalled by their own id.
+"""Real processes for tests, benchmarks and the demo: start, wait, signal by process id.
 
-A process is ready when it prints a line that `ready` accepts. Everything it prints is kept (up to
-a bound) and shown when it does not become ready.
+A process is ready when it prints a line that `ready` accepts. Its output is kept (up to a limit)
+and shown if it does not become ready.
 """
 
 from __future__ import annotations
@@ -21,40 +21,42 @@ from typing import Final
 
 from kvstore.errors import KVStoreError
 
-READY_LIMIT_S: Final = 60.0
-STOP_LIMIT_S: Final = 20.0
+READY_TIMEOUT_S: Final = 60.0
+STOP_TIMEOUT_S: Final = 20.0
 MAX_LINES: Final = 2_000
-"""Lines of output kept; older ones are dropped."""
+"""Maximum lines of output that are kept. Older ones are dropped."""
 
 PACKAGE_PARENT: Final = str(Path(__file__).resolve().parents[2])
-"""The folder that `kvstore` is imported from: children run there, so they import the same one."""
+"""The folder that `kvstore` is imported from. Children run there, to import the same package."""
 
 
 class ProcessFailed(KVStoreError):
-    """A child did not become ready, or did not end when told."""
+    """A child did not become ready, or did not end."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on now."""
+    """Return a TCP port that is currently unused."""
     with socket.socket() as sock:
         sock.bind((host, 0))
         port: int = sock.getsockname()[1]
     return port
 
 
-def suspend(pid: int, limit_s: float = STOP_LIMIT_S) -> None:
-    """Stop a process and return when none of its threads runs any more: the signal alone only
-    asks. Raises ProcessFailed when it does not stop in time."""
+def suspend(pid: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """Stop a process with SIGSTOP, and wait until all its threads have stopped.
+
+    Raises ProcessFailed if they do not stop in time.
+    """
     os.kill(pid, signal.SIGSTOP)
-    deadline_s = time.monotonic() + limit_s
+    deadline_s = time.monotonic() + timeout_s
     while not all(_stopped(stat) for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
         if time.monotonic() > deadline_s:
-            raise ProcessFailed(f"process {pid} does not stop")
+            raise ProcessFailed(f"process {pid} did not stop within {timeout_s:g} s")
         time.sleep(0.001)
 
 
 def _stopped(stat: Path) -> bool:
-    """Whether a thread is stopped, traced or gone, by its /proc/.../stat."""
+    """Return whether a thread is stopped, traced or gone, by its /proc/.../stat."""
     try:
         return stat.read_text().rpartition(")")[2].split()[0] in "TtZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -62,9 +64,9 @@ def _stopped(stat: Path) -> bool:
 
 
 class Child:
-    """A child process and what it has printed.
+    """A child process and its output.
 
-    argv: the command. ready: tells whether a line of output says that the child is ready.
+    argv: the command. ready: returns whether a line of output means that the child is ready.
     """
 
     def __init__(self, argv: Sequence[str], *, ready: Callable[[str], bool] | None = None) -> None:
@@ -91,59 +93,59 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status, or None while it runs."""
+        """Exit status. None: still running."""
         return self._process.poll()
 
     @property
     def output(self) -> str:
-        """What it printed, stdout and stderr together."""
+        """Output so far, stdout and stderr together."""
         return "\n".join(self.lines)
 
-    def wait_ready(self, limit_s: float = READY_LIMIT_S) -> str:
-        """The line that said so. Raises ProcessFailed when it ends first, or takes too long."""
-        if not self._settled.wait(limit_s) or not self.ready_line:
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> str:
+        """Return the ready line. Raises ProcessFailed if the child ends first, or on timeout."""
+        if not self._settled.wait(timeout_s) or not self.ready_line:
             state = self.returncode
             self.kill()
-            why = f"exit status {state}" if state is not None else f"not ready in {limit_s:g} s"
+            why = f"exit status {state}" if state is not None else f"not ready in {timeout_s:g} s"
             raise ProcessFailed(f"{' '.join(self.argv[:6])} ...: {why}\n{self.output}")
         return self.ready_line
 
-    def wait(self, limit_s: float = STOP_LIMIT_S) -> int:
-        """Its exit status once it ends. Raises ProcessFailed when it does not in time."""
+    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Return the exit status when the child ends. Raises ProcessFailed on timeout."""
         try:
-            status = self._process.wait(limit_s)
+            status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise ProcessFailed(
-                f"{' '.join(self.argv[:6])} ...: still runs after {limit_s:g} s\n{self.output}"
+                f"{' '.join(self.argv[:6])} ...: still running after {timeout_s:g} s\n{self.output}"
             ) from None
-        self._reader.join(limit_s)
+        self._reader.join(timeout_s)
         return status
 
     def signal(self, number: int) -> None:
         """Send a signal, to this process only."""
         self._process.send_signal(number)
 
-    def stop(self, limit_s: float = STOP_LIMIT_S) -> int:
-        """Ask it to end, and wait; its exit status."""
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+        """Send SIGTERM and wait. Returns the exit status."""
         self.signal(signal.SIGTERM)
         try:
-            return self.wait(limit_s)
+            return self.wait(timeout_s)
         except ProcessFailed:
             self.kill()
             raise
 
     def kill(self) -> None:
-        """End it at once, and reap it."""
+        """Send SIGKILL and reap the child."""
         self.signal(signal.SIGKILL)
         self._process.wait()
-        self._reader.join(STOP_LIMIT_S)
+        self._reader.join(STOP_TIMEOUT_S)
 
     def suspend(self) -> None:
-        """SIGSTOP: it hangs until `resume`."""
+        """Send SIGSTOP: the child hangs until `resume`."""
         suspend(self.pid)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self.signal(signal.SIGCONT)
 
     def _read(self) -> None:
@@ -165,9 +167,9 @@ class Child:
 
 
 class Sidecar(Child):
-    """`kvstore serve` as a child. socket: its Unix socket; url: its HTTP side, once ready.
+    """`kvstore serve` as a child. socket: its Unix socket. url: of its HTTP server, once ready.
 
-    flags: more of its command line, e.g. ("--disk", folder, "--l2", "64MiB").
+    flags: more of its command line, such as ("--disk", folder, "--l2", "64MiB").
     """
 
     def __init__(self, socket_path: str | os.PathLike[str], *flags: str, port: int = 0) -> None:
@@ -178,7 +180,7 @@ class Sidecar(Child):
 
     @property
     def url(self) -> str:
-        """http://host:port of the HTTP side."""
+        """http://host:port of the HTTP server."""
         found = re.search(r"http://[^\s,]+", self.ready_line)
         assert found, "not ready yet"
         return found.group()

@@ -1,4 +1,4 @@
-"""What every tier must do: a class of tests, run by deriving from it.
+"""Conformance tests for tiers: a class of tests to derive from.
 
     class TestMine(TierSuite):
         persistent = True
@@ -6,8 +6,8 @@
         def open_tier(self, tmp_path, capacity_bytes):
             return mine.open(mine.Config(directory=str(tmp_path), capacity=capacity_bytes))
 
-Needs pytest. A tier that cannot be limited in bytes sets `limited = False`; one whose stored
-bytes can be looked at from outside implements `stored_bytes`.
+Needs pytest. A tier without a size limit sets `limited = False`. A tier whose bytes at rest can be
+read from outside implements `stored_bytes`.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from kvstore.blocks.frame import aligned_buffer
 from kvstore.blocks.key import Key
 from kvstore.errors import TierError
 from kvstore.testing.frames import FrameBuffer, block_of, key_of
-from kvstore.tiers.base import PAGE_BYTES, Tier
+from kvstore.tiers.base import IO_ALIGNMENT, Tier
 
 KIB = 1 << 10
 
 
 class TierSuite:
-    """Tests of one kind of tier. Override `open_tier`, and what else differs."""
+    """Tests of one kind of tier. Override `open_tier`, and other methods as needed."""
 
     persistent: ClassVar[bool] = False
-    """A tier opened again in the same place holds what it held."""
+    """The tier still has its blocks after it is opened again in the same place."""
     limited: ClassVar[bool] = True
-    """The tier keeps to `capacity_bytes`, by forgetting."""
+    """The tier keeps to `capacity_bytes` by evicting."""
     capacity_bytes: ClassVar[int] = 64 << 20
     small_capacity_bytes: ClassVar[int] = 4 << 20
-    sizes: ClassVar[tuple[int, ...]] = (1, PAGE_BYTES, PAGE_BYTES + 1, 64 * KIB, 2048 * KIB)
-    """Stored bytes of frames to write and read back."""
+    sizes: ClassVar[tuple[int, ...]] = (1, IO_ALIGNMENT, IO_ALIGNMENT + 1, 64 * KIB, 2048 * KIB)
+    """Stored bytes of the frames to write and read back."""
     racers: ClassVar[int] = 4
-    """Threads in the concurrency tests."""
+    """Number of threads in the concurrency tests."""
 
     def open_tier(self, tmp_path: Path, capacity_bytes: int) -> Tier:
-        """Open the tier on what lies at `tmp_path`."""
+        """Open the tier at `tmp_path`, with its existing content."""
         raise NotImplementedError
 
     def stored_bytes(self, tmp_path: Path) -> bytes | None:
-        """Everything at rest, read behind the tier's back; None where that is impossible."""
+        """Return all bytes at rest, read without the tier. None: not possible."""
         return None
 
     def settled_stats(self, tier: Tier) -> dict[str, int | float | str]:
-        """The statistics once they tell of all that was done; a tier that learns them from a
-        server, and does not wait for it, says here how to."""
+        """Return the statistics after all earlier operations. Override it for a tier that gets them
+        from a server without waiting."""
         return tier.stats()
 
     @pytest.fixture
@@ -68,7 +68,7 @@ class TierSuite:
 
     # ------------------------------------------------------------------ one caller
 
-    def test_an_empty_tier_holds_nothing(self, tier: Tier, buffer: FrameBuffer) -> None:
+    def test_an_empty_tier_has_no_blocks(self, tier: Tier, buffer: FrameBuffer) -> None:
         assert tier.contains([key_of(1), key_of(2)]) == [False, False]
         assert tier.contains([]) == []
         assert tier.read(key_of(1), buffer.header, buffer.payload) == 0
@@ -81,15 +81,15 @@ class TierSuite:
         assert tier.contains(keys) == [True] * len(keys)
         for key, nbytes in zip(keys, self.sizes, strict=True):
             frame = b"".join(buffer.fill(key, nbytes)[1:])
-            buffer.header[:], buffer.payload[:] = bytes(PAGE_BYTES), bytes(len(buffer.payload))
+            buffer.header[:], buffer.payload[:] = bytes(IO_ALIGNMENT), bytes(len(buffer.payload))
             length = tier.read(key, buffer.header, buffer.payload)
-            assert length == len(frame) - PAGE_BYTES
+            assert length == len(frame) - IO_ALIGNMENT
             assert bytes(buffer.header) + bytes(buffer.payload[:length]) == frame
 
-    def test_contains_answers_in_the_order_asked(self, tier: Tier, buffer: FrameBuffer) -> None:
+    def test_contains_keeps_the_order_of_keys(self, tier: Tier, buffer: FrameBuffer) -> None:
         tier.write(*buffer.fill(key_of(1), 5000))
-        asked = [key_of(0), key_of(1), key_of(2), key_of(1)]
-        assert tier.contains(asked) == [False, True, False, True]
+        keys = [key_of(0), key_of(1), key_of(2), key_of(1)]
+        assert tier.contains(keys) == [False, True, False, True]
 
     def test_the_first_writer_wins(self, tier: Tier, buffer: FrameBuffer) -> None:
         tier.write(*buffer.fill(key_of(1), 9000, version=0))
@@ -97,7 +97,9 @@ class TierSuite:
         length = tier.read(key_of(1), buffer.header, buffer.payload)
         assert buffer.version_of(key_of(1), length, versions=2) == 0
 
-    def test_every_part_of_a_key_tells_blocks_apart(self, tier: Tier, buffer: FrameBuffer) -> None:
+    def test_every_part_of_a_key_distinguishes_blocks(
+        self, tier: Tier, buffer: FrameBuffer
+    ) -> None:
         key = key_of(1)
         tier.write(*buffer.fill(key, 5000))
         others = [
@@ -126,23 +128,23 @@ class TierSuite:
     def test_a_buffer_that_is_too_small_is_an_error_and_loses_nothing(
         self, tier: Tier, buffer: FrameBuffer
     ) -> None:
-        tier.write(*buffer.fill(key_of(1), 2 * PAGE_BYTES))
+        tier.write(*buffer.fill(key_of(1), 2 * IO_ALIGNMENT))
         with pytest.raises(TierError):
-            tier.read(key_of(1), buffer.header, aligned_buffer(PAGE_BYTES))
+            tier.read(key_of(1), buffer.header, aligned_buffer(IO_ALIGNMENT))
         assert (
             buffer.version_of(key_of(1), tier.read(key_of(1), buffer.header, buffer.payload)) == 0
         )
 
-    def test_a_larger_buffer_is_left_alone_behind_the_payload(
+    def test_a_larger_buffer_is_unchanged_after_the_payload(
         self, tier: Tier, buffer: FrameBuffer
     ) -> None:
-        tier.write(*buffer.fill(key_of(1), PAGE_BYTES))
-        target = aligned_buffer(4 * PAGE_BYTES)
+        tier.write(*buffer.fill(key_of(1), IO_ALIGNMENT))
+        target = aligned_buffer(4 * IO_ALIGNMENT)
         target[:] = b"\xa5" * len(target)
-        assert tier.read(key_of(1), buffer.header, target) == PAGE_BYTES
-        assert bytes(target[PAGE_BYTES:]) == b"\xa5" * (3 * PAGE_BYTES)
+        assert tier.read(key_of(1), buffer.header, target) == IO_ALIGNMENT
+        assert bytes(target[IO_ALIGNMENT:]) == b"\xa5" * (3 * IO_ALIGNMENT)
 
-    def test_deleted_is_gone_and_can_be_written_again(
+    def test_a_deleted_block_is_gone_and_can_be_written_again(
         self, tier: Tier, buffer: FrameBuffer
     ) -> None:
         keys = [key_of(number) for number in range(3)]
@@ -172,14 +174,14 @@ class TierSuite:
         tier.write(*buffer.fill(key_of(1), 3000))
         assert tier.contains([key_of(1)]) == [True]
 
-    def test_stats_count_what_is_held(self, tier: Tier, buffer: FrameBuffer) -> None:
+    def test_stats_count_the_stored_blocks(self, tier: Tier, buffer: FrameBuffer) -> None:
         tier.write(*buffer.fill(key_of(1), 64 * KIB))
         stats = self.settled_stats(tier)
         assert stats["blocks"] == 1
         assert stats["evictions"] == 0
         assert 64 * KIB <= float(stats["bytes_used"]) <= float(stats["bytes_capacity"])
 
-    def test_a_closed_tier_says_so(self, tmp_path: Path, buffer: FrameBuffer) -> None:
+    def test_a_closed_tier_raises(self, tmp_path: Path, buffer: FrameBuffer) -> None:
         tier = self.open_tier(tmp_path, self.capacity_bytes)
         tier.close()
         calls: list[Callable[[], object]] = [
@@ -195,9 +197,9 @@ class TierSuite:
 
     # ------------------------------------------------------------------ room
 
-    def test_capacity_is_kept_by_forgetting(self, tmp_path: Path, buffer: FrameBuffer) -> None:
+    def test_capacity_is_kept_by_evicting(self, tmp_path: Path, buffer: FrameBuffer) -> None:
         if not self.limited:
-            pytest.skip("this tier has no limit of its own")
+            pytest.skip("this tier has no size limit")
         tier = self.open_tier(tmp_path, self.small_capacity_bytes)
         nbytes = self.small_capacity_bytes // 40
         keys = [key_of(number) for number in range(120)]
@@ -205,23 +207,23 @@ class TierSuite:
             tier.write(*buffer.fill(key, nbytes))
             assert tier.contains([key]) == [True]
             assert float(tier.stats()["bytes_used"]) <= self.small_capacity_bytes
-        held = [key for key, has in zip(keys, tier.contains(keys), strict=True) if has]
-        assert len(held) >= 10, "more was forgotten than had to be"
-        for key in held:
+        kept = [key for key, has in zip(keys, tier.contains(keys), strict=True) if has]
+        assert len(kept) >= 10, "more was evicted than necessary"
+        for key in kept:
             assert buffer.version_of(key, tier.read(key, buffer.header, buffer.payload)) == 0
         stats = tier.stats()
-        assert stats["blocks"] == len(held)
-        assert stats["evictions"] == len(keys) - len(held)
+        assert stats["blocks"] == len(kept)
+        assert stats["evictions"] == len(keys) - len(kept)
         tier.close()
 
-    def test_a_frame_larger_than_the_tier_is_refused(
+    def test_a_frame_larger_than_the_tier_is_rejected(
         self, tmp_path: Path, buffer: FrameBuffer
     ) -> None:
         if not self.limited:
-            pytest.skip("this tier has no limit of its own")
+            pytest.skip("this tier has no size limit")
         tier = self.open_tier(tmp_path, self.small_capacity_bytes)
         tier.write(*buffer.fill(key_of(1), 5000))
-        large = FrameBuffer(self.small_capacity_bytes + PAGE_BYTES)
+        large = FrameBuffer(self.small_capacity_bytes + IO_ALIGNMENT)
         with pytest.raises(TierError):
             tier.write(*large.fill(key_of(2), len(large.payload)))
         assert tier.contains([key_of(1), key_of(2)]) == [True, False]
@@ -230,7 +232,7 @@ class TierSuite:
     # ------------------------------------------------------------------ many callers
 
     def test_racing_writers_of_one_key_have_one_winner(self, tier: Tier) -> None:
-        """And readers who race with them see a whole frame or none, always the same one."""
+        """Concurrent readers see a complete frame or none, always the same one."""
         nbytes = 300 * KIB
         for round_ in range(6):
             key = key_of(round_)
@@ -241,7 +243,7 @@ class TierSuite:
                 frame = mine.fill(key, nbytes, version)
                 start.wait()
                 tier.write(*frame)
-                assert tier.contains([key]) == [True], "acknowledged, and not there"
+                assert tier.contains([key]) == [True], "acknowledged, but absent"
 
             def read(_: int, key: Key = key, start: threading.Barrier = start) -> set[int]:
                 mine = FrameBuffer(nbytes)
@@ -266,7 +268,7 @@ class TierSuite:
             }
 
     def test_readers_writers_and_deleters_do_not_disturb_each_other(self, tmp_path: Path) -> None:
-        """Under pressure: a tier too small for what is written."""
+        """Under pressure: the tier is too small for the written blocks."""
         capacity = self.small_capacity_bytes if self.limited else self.capacity_bytes
         tier = self.open_tier(tmp_path, capacity)
         keys = [key_of(number) for number in range(60)]
@@ -293,14 +295,14 @@ class TierSuite:
         tier.close()
 
     def check_racing_read(self, buffer: FrameBuffer, key: Key, length: int) -> None:
-        """A read that raced with deletions: a whole frame."""
+        """Check a read that raced with deletions: it must be a complete frame."""
         assert buffer.version_of(key, length) == 0
 
     # ------------------------------------------------------------------ at rest
 
-    def test_what_is_held_outlives_a_restart(self, tmp_path: Path, buffer: FrameBuffer) -> None:
+    def test_blocks_survive_a_restart(self, tmp_path: Path, buffer: FrameBuffer) -> None:
         if not self.persistent:
-            pytest.skip("this tier lives in its process")
+            pytest.skip("this tier exists only in its process")
         tier = self.open_tier(tmp_path, self.capacity_bytes)
         keys = [key_of(number) for number in range(12)]
         for number, key in enumerate(keys):
@@ -309,9 +311,9 @@ class TierSuite:
         for expected in (10, 12):
             tier.close()
             tier = self.open_tier(tmp_path, self.capacity_bytes)
-            held = tier.contains(keys)
-            assert sum(held) == expected
-            for key, has in zip(keys, held, strict=True):
+            found = tier.contains(keys)
+            assert sum(found) == expected
+            for key, has in zip(keys, found, strict=True):
                 length = tier.read(key, buffer.header, buffer.payload)
                 assert bool(length) == has
                 if has:
@@ -332,7 +334,7 @@ class TierSuite:
         stored = self.stored_bytes(tmp_path)
         if stored is None:
             tier.close()
-            pytest.skip("this tier's bytes at rest cannot be looked at")
-        assert block_of(key, 20_000) in stored, "the payload does not lie there in one piece"
+            pytest.skip("this tier's bytes at rest cannot be read")
+        assert block_of(key, 20_000) in stored, "the payload is not stored in one part"
         assert key.hash in stored
         tier.close()

@@ -1,25 +1,31 @@
-"""The contract of a tier: where blocks lie outside the slab.
+"""The contract of a tier: a store of blocks outside L2, such as a disk, Redis or S3.
 
-Who calls: worker threads of the store (`store.py`), several at once, each blocking in the call.
-A tier is therefore thread-safe and synchronous; it has no event loop, no queue and no retry of its
-own. Retry, deadline, rate limit, breaker and injected faults are wrappers with the same verbs
-(`tiers/limits.py`).
+The store's worker threads (`store/tier_workers.py`) call a tier. Several threads call at the same
+time, and each blocks until its call returns. A tier is therefore thread-safe and synchronous. It
+needs no event loop, no queue and no retries: wrappers with the same methods add retries, timeouts,
+rate limits, the circuit breaker and injected faults (`tiers/wrappers.py`).
 
-What it moves: a *frame* is one header page of 4,096 bytes and a payload that is a whole number of
-4,096-byte pages (the real length stands in the header). Both come in buffers that are 4 KiB
-aligned, so that direct I/O needs no copy. A tier does not look inside: `frame.py` packs and
-verifies, `codecs/` encode. Nothing a tier returns is trusted before it is verified above.
+A tier stores *frames*. A frame is a header of 4,096 bytes and a payload whose length is a multiple
+of 4,096 bytes. The header records the payload's real length. The caller passes both parts in
+buffers aligned to 4,096 bytes, so direct I/O needs no copy. A tier does not interpret a frame:
+`blocks/frame.py` packs and verifies it, and `codecs/` encode the payload. The caller verifies every
+frame that a tier returns.
 
-What is true after `write` returns: any reader sees all of the frame or none of it, and it survives
-a kill of this process. Writing an existing key is success and changes nothing.
+After `write` returns, a reader sees the complete frame or no frame at all, and the frame survives a
+kill of this process. Writing a key that the tier already contains succeeds and changes nothing.
 
-A miss is an answer, not an exception. Exceptions are `TierUnavailable` (try later), `TierFull`, or
-`TierError` (permanent for this call); everything foreign is mapped to one of them inside the tier.
+A miss is a return value, not an exception. A tier raises one of three exceptions, and maps every
+other exception to one of them:
 
-A tier is one file whose module offers `Config` (a pydantic model that forbids unknown fields) and
-`open(config: Config) -> Tier`. `kind` in the configuration names the module; a dotted kind is
-somebody else's. It may offer `check(config: Config)` too, which raises ConfigError for what can be
-seen to be wrong before anything is opened or made.
+    TierUnavailable    the tier is unreachable or failing; a later call may succeed
+    TierFull           the tier has no room for this frame
+    TierError          this call can never succeed
+
+To add a tier, write a module with a `Config` (a pydantic model that forbids unknown fields) and a
+function `open(config: Config) -> Tier`. The key `kind` of the configuration names the module. A
+kind with a dot is the import path of a module outside kvstore. The module may also define
+`check(config: Config)`. It raises ConfigError for every mistake that it can find without opening or
+creating anything.
 """
 
 from __future__ import annotations
@@ -31,72 +37,78 @@ from typing import ClassVar
 
 from kvstore.blocks.key import Key
 
-PAGE_BYTES = 4096
-"""Alignment of frames and buffers: the sector size direct I/O asks for."""
+IO_ALIGNMENT = 4096
+"""Alignment of buffers and of every length in a frame: the sector size that direct I/O requires."""
 
 
-class Judgement(enum.Enum):
-    """What a foreign error says of the tier."""
+class ErrorClass(enum.Enum):
+    """What an unmapped exception means for the tier."""
 
     UNAVAILABLE = "unavailable"
-    """The tier is away: mark it down, try again later."""
+    """The tier is unreachable or failing: count it as a failure of the tier, and retry later."""
     PERMANENT = "permanent"
     """This call can never succeed: do not retry it."""
 
 
 class Tier(abc.ABC):
-    """One place that keeps frames. See the module's text for who calls and what holds."""
+    """A store of frames. The module's docstring states the rules for threads and errors."""
 
     name: str
-    """The tier's name in locations, metrics and usage: "disk", "redis", ..."""
+    """Name in locations, metrics and statistics: "disk", "redis", ..."""
 
     workers_read: int = 2
-    """Reads that are worth having in flight at once."""
+    """Number of reads to run concurrently. Each uses one worker thread of the store."""
     workers_write: int = 1
-    """Writes that are worth having in flight at once."""
+    """Number of writes to run concurrently. Each uses one worker thread of the store."""
     local_index: ClassVar[bool] = False
-    """`contains` answers from this process's memory: no disk, no network, microseconds."""
+    """True if `contains` reads this process's memory only, without disk or network I/O."""
     sole_writer: ClassVar[bool] = False
-    """Nothing comes to be in it but what this process writes, and it can list what was there when
-    it was opened: what neither knows of is not there."""
+    """True if only this process writes to the tier and the tier can list its keys. The store then
+    treats a key as absent if the listing at start and this process's writes do not contain it."""
     max_payload_bytes: ClassVar[int] = 1 << 30
-    """Largest payload this tier takes."""
+    """Maximum payload in bytes."""
 
     @abc.abstractmethod
     def contains(self, keys: Sequence[Key]) -> list[bool]:
-        """For each key, whether a read would probably find it; one round trip for all."""
+        """For each key, whether a read would probably hit. Takes one round trip for all keys."""
 
     @abc.abstractmethod
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        """Fill `header` (4,096 bytes) and the front of `payload`; return payload bytes read.
+        """Read a frame into `header` (4,096 bytes) and the front of `payload`.
 
-        Returns 0 for a miss (no frame has an empty payload). A frame that does not fit in
-        `payload` is FrameTooLarge. Both views are 4 KiB aligned, payload's length is a multiple of
-        4,096. What lies in the buffers after a miss or an exception is undefined.
+        Returns the number of payload bytes, or 0 for a miss (no frame has an empty payload). Both
+        views are aligned to 4,096 bytes, and the length of `payload` is a multiple of 4,096. After
+        a miss or an exception the contents of both views are undefined.
+
+        Raises FrameTooLarge: the frame does not fit into `payload`.
         """
 
     @abc.abstractmethod
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
-        """Keep a frame. `payload` is whole pages, zero padded. Raises TierFull when out of room."""
+        """Store a frame. `payload` is padded with zeros to a multiple of 4,096 bytes.
+
+        Raises TierFull: the tier has no room.
+        """
 
     @abc.abstractmethod
     def delete(self, keys: Sequence[Key]) -> None:
-        """Forget these keys; unknown keys are no error."""
+        """Delete these keys. Keys that the tier does not contain are ignored."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Flush what was acknowledged and let go of every resource; later calls raise TierError."""
+        """Flush acknowledged writes and release every resource. Later calls raise TierError."""
 
     def usage(self) -> Iterator[tuple[Key, int]]:
-        """Every key held, with the bytes it takes there (its header included).
+        """Every key in the tier with the size of its frame in bytes, header included.
 
-        The most recently used first, where the tier knows. Only for tiers that can list; the
-        others raise NotImplementedError.
+        Most recently used keys come first if the tier records the order of use.
+
+        Raises NotImplementedError: the tier cannot list its keys.
         """
         raise NotImplementedError(f"tier {self.name} cannot list its keys")
 
     def keys(self) -> Iterator[Key]:
-        """Every key held, in the order of `usage`."""
+        """Every key in the tier, in the order of `usage`."""
         return (key for key, _ in self.usage())
 
     def clear(self) -> None:
@@ -104,12 +116,12 @@ class Tier(abc.ABC):
         self.delete(list(self.keys()))
 
     def flush(self) -> None:  # noqa: B027 - a tier without a cache has nothing to do
-        """Return when every write that has returned is durable."""
+        """Wait until every write that has returned is on stable storage."""
 
     def stats(self) -> dict[str, int | float | str]:
-        """Occupancy and counters: at least bytes_used, bytes_capacity, blocks, evictions."""
+        """Counters and sizes, at least bytes_used, bytes_capacity, blocks and evictions."""
         return {}
 
-    def judge(self, error: BaseException) -> Judgement:
-        """What a foreign error means for this tier."""
-        return Judgement.UNAVAILABLE if isinstance(error, OSError) else Judgement.PERMANENT
+    def classify_error(self, error: BaseException) -> ErrorClass:
+        """Classify an exception that this tier did not map. OSError means UNAVAILABLE here."""
+        return ErrorClass.UNAVAILABLE if isinstance(error, OSError) else ErrorClass.PERMANENT

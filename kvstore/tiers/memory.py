@@ -1,4 +1,4 @@
-"""The dull twin of every tier: frames in a dict, least recently used first out."""
+"""The in-memory reference implementation of a tier: frames in a dict, evicted in LRU order."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from collections.abc import Iterator, Sequence
 from pydantic import Field
 
 from kvstore.blocks.key import Key
-from kvstore.config.settings import Bytes, Section
+from kvstore.config.field_types import Bytes
+from kvstore.config.settings import Section
 from kvstore.errors import FrameTooLarge, TierError, TierFull
-from kvstore.tiers.base import PAGE_BYTES, Tier
+from kvstore.tiers.base import IO_ALIGNMENT, Tier
 
 DEFAULT_CAPACITY_BYTES = 1 << 30
 
 
 class Config(Section):
-    """The memory tier's part of the configuration."""
+    """Configuration of the memory tier."""
 
     name: str = "memory"
-    capacity: Bytes = Field(default=DEFAULT_CAPACITY_BYTES, ge=2 * PAGE_BYTES)
-    """Most bytes of headers and payloads held."""
+    capacity: Bytes = Field(default=DEFAULT_CAPACITY_BYTES, ge=2 * IO_ALIGNMENT)
+    """Maximum size in bytes of all headers and payloads."""
 
 
 class MemoryTier(Tier):
-    """Keeps frames in this process's memory, and loses them with it."""
+    """Stores frames in this process's memory. They are lost when the process ends."""
 
     local_index = True
     sole_writer = True
@@ -51,22 +52,23 @@ class MemoryTier(Tier):
             if frame is None:
                 return 0
             self._frames.move_to_end(key)
-        length = len(frame) - PAGE_BYTES
+        length = len(frame) - IO_ALIGNMENT
         if length > len(payload):
-            raise FrameTooLarge(f"a payload of {length} bytes does not fit in {len(payload)}")
-        header[:PAGE_BYTES] = frame[:PAGE_BYTES]
-        payload[:length] = memoryview(frame)[PAGE_BYTES:]
+            raise FrameTooLarge(f"payload of {length} bytes does not fit into {len(payload)} bytes")
+        header[:IO_ALIGNMENT] = frame[:IO_ALIGNMENT]
+        payload[:length] = memoryview(frame)[IO_ALIGNMENT:]
         return length
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
-        frame = b"".join((header[:PAGE_BYTES], payload))
+        frame = b"".join((header[:IO_ALIGNMENT], payload))
         with self._lock:
             self._check_open()
             if key in self._frames:
                 return
             if len(frame) > self._capacity_bytes:
                 raise TierFull(
-                    f"a frame of {len(frame)} bytes; {self.name} holds {self._capacity_bytes}"
+                    f"frame of {len(frame)} bytes is larger than the capacity of {self.name} "
+                    f"({self._capacity_bytes} bytes)"
                 )
             while self._used_bytes + len(frame) > self._capacity_bytes:
                 _, victim = self._frames.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Frames: a round trip, a frozen vector, and nothing but FrameInvalid out of bad bytes."""
+"""Frames: a round trip, a frozen vector, and only FrameInvalid for invalid bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvstore.blocks.frame import (
     checksum,
     decode_header,
     pack_header,
-    padded,
+    padded_bytes,
     parse_header,
     peek_key,
     verify_raw,
@@ -49,7 +49,7 @@ def page(key: Key = KEY, **changed: Any) -> memoryview:
 
 
 def forged(packed: bytes, length: int | None = None) -> memoryview:
-    """A header page with a right checksum around any map."""
+    """A header with a valid checksum around any map."""
     body = bytearray(HEADER_BYTES - 16)
     struct.pack_into("<H", body, 0, len(packed) if length is None else length)
     body[2 : 2 + len(packed)] = packed
@@ -123,7 +123,7 @@ def test_random_bytes_are_frame_invalid(noise: bytes) -> None:
 
 @given(st.binary(max_size=200), st.one_of(st.none(), st.integers(0, 65_535)))
 @settings(deadline=None)
-def test_random_maps_under_a_right_checksum_are_frame_invalid(
+def test_random_maps_with_a_valid_checksum_are_frame_invalid(
     noise: bytes, length: int | None
 ) -> None:
     with pytest.raises(FrameInvalid):
@@ -169,7 +169,7 @@ def test_a_missing_field_is_frame_invalid(drop: str) -> None:
         decode_header(forged(msgpack.packb(fields)))
 
 
-def test_an_extra_field_bytes_after_the_map_and_a_short_page_are_frame_invalid() -> None:
+def test_an_extra_field_bytes_after_the_map_and_a_short_header_are_frame_invalid() -> None:
     fields = dict(zip(FIELDS, (*KEY, *FACTS.values()), strict=True))
     packed = msgpack.packb(fields)
     assert decode_header(forged(packed)).key == KEY
@@ -206,10 +206,10 @@ def test_payload_checks(block: bytes, data: st.DataObject) -> None:
     )
     for verify in (verify_stored, verify_raw):
         verify(header, memoryview(block + b"padding"))
-        damaged = bytearray(block)
-        damaged[data.draw(st.integers(0, len(block) - 1))] ^= data.draw(st.integers(1, 255))
+        corrupt = bytearray(block)
+        corrupt[data.draw(st.integers(0, len(block) - 1))] ^= data.draw(st.integers(1, 255))
         with pytest.raises(ChecksumMismatch):
-            verify(header, memoryview(damaged))
+            verify(header, memoryview(corrupt))
         with pytest.raises(FrameInvalid):
             verify(header, memoryview(block)[:-1])
 
@@ -224,13 +224,13 @@ def test_payload_checks(block: bytes, data: st.DataObject) -> None:
         {"raw_bytes": 1.5},
     ],
 )
-def test_packing_nonsense_is_our_own_mistake(changed: dict[str, Any]) -> None:
+def test_packing_invalid_fields_raises(changed: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
         page(**changed)
 
 
 def test_sizes_and_buffers() -> None:
-    assert [padded(n) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
+    assert [padded_bytes(n) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
     buffer = aligned_buffer(5000)
     assert len(buffer) == 8192
     assert not buffer.readonly

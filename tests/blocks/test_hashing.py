@@ -1,4 +1,4 @@
-"""Hashes: vLLM's own vectors, a plain encoder written here, and every way of feeding."""
+"""Hashes: vLLM's vectors, a simple encoder for comparison, and feeds of every size."""
 
 from __future__ import annotations
 
@@ -211,10 +211,12 @@ def test_salt_adapter_item_and_seed_each_give_other_hashes() -> None:
 
 @pytest.mark.parametrize("count", [3, hashing.SMALL_FEED_TOKENS + 3], ids=["small", "large"])
 @pytest.mark.parametrize("bad", [-1, 2**32, 2**70, 1.5, "7", None])
-def test_a_bad_id_is_one_line_and_takes_nothing(count: int, bad: Any) -> None:
+def test_an_invalid_id_is_one_line_and_adds_no_token(count: int, bad: Any) -> None:
     hasher = BlockHasher(block_tokens=2)
     hasher.feed([1])
-    with pytest.raises(ValueError, match=r"token id .* no integer of 0\.\.4294967295") as caught:
+    with pytest.raises(
+        ValueError, match=r"token id .* not an integer in 0\.\.4294967295"
+    ) as caught:
         hasher.feed([5] * count + [bad])
     assert "\n" not in str(caught.value)
     assert hasher.feed([2]) == hash_tokens([1, 2], block_tokens=2)
@@ -225,12 +227,12 @@ def test_a_bad_id_is_one_line_and_takes_nothing(count: int, bad: Any) -> None:
     [np.array([0.5]), np.array([[1, 2]]), np.array([-1]), np.array([2**32]), np.array(["1"])],
 )
 @pytest.mark.parametrize("repeats", [1, hashing.SMALL_FEED_TOKENS])
-def test_a_bad_array_is_refused(array: np.ndarray[Any, Any], repeats: int) -> None:
+def test_an_invalid_array_is_rejected(array: np.ndarray[Any, Any], repeats: int) -> None:
     with pytest.raises(ValueError, match="token id"):
         BlockHasher().feed(np.repeat(array, repeats, axis=0))
 
 
-def test_empty_feeds_are_nothing() -> None:
+def test_empty_feeds_add_no_block() -> None:
     hasher = BlockHasher()
     assert hasher.feed([]) == hasher.feed(np.array([])) == hasher.hashes == []
 
@@ -241,14 +243,14 @@ def test_a_strided_array_hashes_as_its_values_do() -> None:
 
 
 @pytest.mark.parametrize("name", ["sha256", "xxhash"])
-def test_pickled_algorithms_are_refused_with_the_reason(name: str) -> None:
+def test_pickled_algorithms_are_rejected_with_the_reason(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"pickles.*{name}_cbor"):
         check_algorithm(name)
     with pytest.raises(ConfigError, match="pickles"):
         BlockHasher(name)
 
 
-def test_unknown_algorithm_names_the_nearest() -> None:
+def test_an_unknown_algorithm_names_the_closest() -> None:
     with pytest.raises(ConfigError, match="did you mean sha256_cbor"):
         check_algorithm("sha256-cbor")
     with pytest.raises(ConfigError, match="sha256_cbor, xxhash_cbor"):
@@ -266,6 +268,6 @@ def test_unknown_algorithm_names_the_nearest() -> None:
         {"mm": [MMItem("a", 1, 0)]},
     ],
 )
-def test_what_cannot_be_hashed_is_a_config_error(options: dict[str, Any]) -> None:
+def test_options_that_cannot_be_hashed_are_a_config_error(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         BlockHasher(**options)

@@ -1,4 +1,4 @@
-"""Keys and namespaces: sizes by hand, wrong fields refused, every field told apart."""
+"""Keys and namespaces: known sizes, invalid fields rejected, every field in the digest."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_bytes_of_a_block() -> None:
         ("tp_rank", 1),
     ],
 )
-def test_a_wrong_field_is_named(field: str, value: object) -> None:
+def test_an_invalid_field_is_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=str(value)) as caught:
         replace(BASE, **{field: value})  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
 def test_every_field_is_part_of_the_digest() -> None:
-    """Two engines that differ in anything that fixes bytes never share a block."""
+    """Two engines that differ in any field never share a block."""
     other = {
         "model": "n",
         "revision": "r",

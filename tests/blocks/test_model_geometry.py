@@ -104,7 +104,7 @@ def test_bytes_per_token_of_known_models(name: str, config: dict[str, Any], size
     assert namespace.block_bytes == 16 * size
 
 
-def test_mla_keeps_one_latent_whole_on_every_rank() -> None:
+def test_every_rank_has_the_whole_latent_of_mla() -> None:
     namespace = namespace_from_hf(DEEPSEEK_V3, model="m", tp_size=8, tp_rank=7)
     assert (namespace.attention, namespace.kv_heads) == ("mla", 1)
     assert (namespace.head_dim, namespace.head_dim_v) == (576, 0)
@@ -133,7 +133,7 @@ def test_dtype(given: str | None, in_config: dict[str, Any], dtype: str) -> None
     assert namespace_from_hf({**LLAMA_3_8B, **in_config}, model="m", dtype=given).dtype == dtype
 
 
-def test_what_fixes_the_bytes_separates_namespaces() -> None:
+def test_every_setting_that_changes_the_bytes_separates_namespaces() -> None:
     awq = {**LLAMA_3_8B, "quantization_config": {"quant_method": "awq", "bits": 4}}
     assert namespace_from_hf(awq, model="m").quantisation == "awq-4"
     namespaces = [
@@ -150,8 +150,8 @@ def test_what_fixes_the_bytes_separates_namespaces() -> None:
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_every_family_names_the_field_it_lacks(model_type: str) -> None:
-    with pytest.raises(ConfigError, match=f"{model_type}.*lacks '"):
+def test_every_family_names_a_missing_field(model_type: str) -> None:
+    with pytest.raises(ConfigError, match=f"{model_type}.*has no '"):
         namespace_from_hf({"model_type": model_type}, model="m")
 
 
@@ -159,22 +159,25 @@ def test_every_family_names_the_field_it_lacks(model_type: str) -> None:
     ("config", "message"),
     [
         ({}, "no 'model_type'"),
-        ({"model_type": "bert"}, "unknown model type 'bert'; known: llama"),
+        ({"model_type": "bert"}, "unknown model type 'bert': use one of llama"),
         ({"model_type": "deepseek_v4"}, "did you mean deepseek_v"),
-        ({**LLAMA_3_8B, "num_hidden_layers": "32"}, "num_hidden_layers is '32'.*positive integer"),
+        (
+            {**LLAMA_3_8B, "num_hidden_layers": "32"},
+            "num_hidden_layers must be a positive integer .got '32'",
+        ),
         ({**LLAMA_3_8B, "num_hidden_layers": 0}, "positive integer"),
         ({**LLAMA_3_8B, "num_hidden_layers": True}, "positive integer"),
-        ({**LLAMA_3_8B, "hidden_size": 4097}, "4097 is no multiple of num_attention_heads 32"),
+        ({**LLAMA_3_8B, "hidden_size": 4097}, "4097 is not a multiple of num_attention_heads 32"),
         ({**LLAMA_3_8B, "torch_dtype": "int4"}, "unknown KV dtype 'int4'"),
     ],
 )
-def test_a_config_that_does_not_fit_is_one_line(config: dict[str, Any], message: str) -> None:
+def test_an_invalid_config_is_one_line(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         namespace_from_hf(config, model="m")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("tp_size", [0, 3])
-def test_heads_that_do_not_divide_are_refused(tp_size: int) -> None:
-    with pytest.raises(ConfigError, match="cannot be divided over tp_size"):
+def test_heads_that_cannot_be_divided_are_rejected(tp_size: int) -> None:
+    with pytest.raises(ConfigError, match="tp_size must divide the number of KV heads"):
         namespace_from_hf(LLAMA_3_8B, model="m", tp_size=tp_size)

@@ -1,4 +1,4 @@
-"""What L2 takes and drops, told to whoever listens."""
+"""The queue of L2 events."""
 
 from __future__ import annotations
 
@@ -20,68 +20,68 @@ def key(number: int) -> Key:
     return Key("team", "space", number.to_bytes(32, "big"))
 
 
-def brain_of(slots: int) -> L2Manager:
-    brain = L2Manager(slots, LRU(), WritePolicy(), tiers=0, flights_max=1)
-    brain.add_client(CLIENT)
-    return brain
+def manager_of(slots: int) -> L2Manager:
+    manager = L2Manager(slots, LRU(), WritePolicy(), tiers=0, max_loads_per_tier=1)
+    manager.add_client(CLIENT)
+    return manager
 
 
-def save(brain: L2Manager, *numbers: int, commit: bool = True) -> None:
-    grants = brain.admit(CLIENT, [key(number) for number in numbers], NBYTES).grants
-    slots = [slot for _, slot in grants]
-    brain.commit(CLIENT, slots) if commit else brain.abandon(CLIENT, slots)
+def save(manager: L2Manager, *numbers: int, commit: bool = True) -> None:
+    keys = [key(number) for number in numbers]
+    slots = [slot for _, slot in manager.allocate_save(CLIENT, keys, NBYTES).slot_assignments]
+    manager.commit(CLIENT, slots) if commit else manager.abandon(CLIENT, slots)
 
 
-def test_nobody_who_listens_is_told_all_at_first_then_what_changed() -> None:
-    brain = brain_of(3)
-    save(brain, 1, 2)
-    assert brain.changes.take() == event_queue.Told([], whole=False)
-    brain.changes.listen()
-    told = brain.changes.take()
-    assert told.whole
-    assert {each for each, there in told.changes if there} == {key(1), key(2)}
-    save(brain, 3)
-    save(brain, 4, commit=False)
-    save(brain, 5)
-    told = brain.changes.take()
-    assert not told.whole
-    assert told.changes[0] == (key(3), True)
-    assert told.changes[-1] == (key(5), True)
-    # The slot of 4 was taken from one, and lay free for 5.
-    assert [there for _, there in told.changes] == [True, False, True]
-    brain.clear()
-    assert len(brain.changes.take().changes) == 3
+def test_the_first_batch_is_a_snapshot_and_later_ones_are_changes() -> None:
+    manager = manager_of(3)
+    save(manager, 1, 2)
+    assert manager.events.drain() == event_queue.L2EventBatch([], is_snapshot=False)
+    manager.events.start()
+    batch = manager.events.drain()
+    assert batch.is_snapshot
+    assert {each for each, cached in batch.events if cached} == {key(1), key(2)}
+    save(manager, 3)
+    save(manager, 4, commit=False)
+    save(manager, 5)
+    batch = manager.events.drain()
+    assert not batch.is_snapshot
+    assert batch.events[0] == (key(3), True)
+    assert batch.events[-1] == (key(5), True)
+    # The save of 4 evicted one block; its slot was free for 5.
+    assert [cached for _, cached in batch.events] == [True, False, True]
+    manager.clear()
+    assert len(manager.events.drain().events) == 3
 
 
 @pytest.mark.parametrize("slots", [1, 5, 40])
-def test_what_is_told_adds_up_to_what_is_there(slots: int) -> None:
-    """Also when more changes than are kept come between two looks."""
-    made = random.Random(slots)
-    brain = brain_of(slots)
-    brain.changes.listen()
+def test_events_add_up_to_the_cached_keys(slots: int) -> None:
+    """Also if more events than are kept occur between two calls of drain."""
+    rng = random.Random(slots)
+    manager = manager_of(slots)
+    manager.events.start()
     known: set[Key] = set()
     for _ in range(60):
-        for _ in range(made.randrange(3 * slots)):
-            start = made.randrange(100)
-            save(brain, *range(start, start + 1 + made.randrange(4)), commit=made.random() < 0.8)
-        told = brain.changes.take()
-        known = set() if told.whole else known
-        for each, there in told.changes:
-            assert (each in known) != there, "told twice"
-            known = known | {each} if there else known - {each}
-        assert known == {key(n) for n in range(104) if not brain.lacks(key(n))}
+        for _ in range(rng.randrange(3 * slots)):
+            start = rng.randrange(100)
+            save(manager, *range(start, start + 1 + rng.randrange(4)), commit=rng.random() < 0.8)
+        batch = manager.events.drain()
+        known = set() if batch.is_snapshot else known
+        for each, cached in batch.events:
+            assert (each in known) != cached, "reported twice"
+            known = known | {each} if cached else known - {each}
+        assert known == {key(n) for n in range(104) if not manager.is_absent(key(n))}
 
 
-def test_more_changes_than_are_kept_are_told_as_a_whole() -> None:
-    brain = brain_of(2)
-    brain.changes.listen()
-    brain.changes.take()
-    for number in range(event_queue.CHANGES_MAX):
-        save(brain, number)
-    told = brain.changes.take()
-    assert told.whole
-    last = event_queue.CHANGES_MAX - 1
-    assert sorted(told.changes, key=lambda each: each[0].hash) == [
+def test_more_events_than_are_kept_give_a_snapshot() -> None:
+    manager = manager_of(2)
+    manager.events.start()
+    manager.events.drain()
+    for number in range(event_queue.EVENTS_MAX):
+        save(manager, number)
+    batch = manager.events.drain()
+    assert batch.is_snapshot
+    last = event_queue.EVENTS_MAX - 1
+    assert sorted(batch.events, key=lambda each: each[0].hash) == [
         (key(last - 1), True),
         (key(last), True),
     ]

@@ -1,5 +1,5 @@
-"""Orders of eviction: whatever happens, each yields just what is resident; what each is for, told
-by an example; and what they hit on real traces, held to rates that were counted independently."""
+"""Eviction policies: each orders exactly the resident keys; an example of the strength of each; and
+their hit rates on real traces, compared with independently counted rates."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trace_rig import AGENTS, MOONCAKE, RAG, conformance, rates, trace
 
+from kvstore.analysis.simulate.formats import read_trace
 from kvstore.analysis.simulate.levels import Level
-from kvstore.analysis.simulate.traces import Asked, read_trace
+from kvstore.analysis.simulate.traces import TraceRequest
 from kvstore.cache.eviction import EVICTION_POLICIES, check_eviction, eviction_policy
 from kvstore.errors import ConfigError
 
-FIXED = ("lru", "lfu", "s3fifo", "cost")
+FIXED = ("lru", "lfu", "s3fifo", "gdsf")
 
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("ask"), st.lists(st.integers(0, 11), max_size=6, unique=True)),
+        st.tuples(st.just("lookup"), st.lists(st.integers(0, 11), max_size=6, unique=True)),
         st.tuples(st.just("use"), st.integers(0, 11)),
         st.tuples(st.just("remove"), st.integers(0, 11)),
         st.tuples(st.just("evict"), st.integers(0, 3)),
@@ -29,7 +30,7 @@ steps = st.lists(
 )
 
 
-def test_all_that_the_configuration_names() -> None:
+def test_every_policy_name() -> None:
     assert set(EVICTION_POLICIES) == {*FIXED, "auto"}
     for name in EVICTION_POLICIES:
         assert eviction_policy(check_eviction(name), 8).name == name
@@ -40,64 +41,64 @@ def test_all_that_the_configuration_names() -> None:
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
 @settings(max_examples=150, deadline=None)
 @given(capacity=st.integers(1, 8), program=steps)
-def test_an_order_yields_what_is_resident_each_key_once(
+def test_a_policy_orders_exactly_the_resident_keys(
     name: str, capacity: int, program: list[tuple[str, object]]
 ) -> None:
-    """Also when its owner takes another key than the coldest, or holds more than it said."""
+    """Also if its owner removes other keys than the first, or has more keys than its capacity."""
     policy = eviction_policy(name, capacity)
     resident: set[int] = set()
-    for verb, what in program:
-        if verb == "ask":
+    for step, what in program:
+        if step == "lookup":
             assert isinstance(what, list)
-            policy.asked(what)
-        elif verb == "use":
+            policy.on_lookup(what)
+        elif step == "use":
             assert isinstance(what, int)
             if what in resident:
-                policy.touched(what)
+                policy.on_access(what)
             else:
-                policy.inserted(what, 1 + what)
+                policy.on_insert(what, 1 + what)
                 resident.add(what)
-        elif verb == "remove" and what in resident:
+        elif step == "remove" and what in resident:
             assert isinstance(what, int)
-            policy.removed(what)
+            policy.on_remove(what)
             resident.remove(what)
-        elif verb == "evict":
+        elif step == "evict":
             assert isinstance(what, int)
             for _ in range(min(what, len(resident))):
-                coldest = next(iter(policy.victims()))
-                policy.removed(coldest)
-                resident.remove(coldest)
-        order = list(policy.victims())
+                first = next(iter(policy.eviction_order()))
+                policy.on_remove(first)
+                resident.remove(first)
+        order = list(policy.eviction_order())
         assert len(order) == len(set(order))
         assert set(order) == resident
         assert policy.stats()["resident"] == len(resident)
-        assert list(policy.victims()) == order, "looking changes the order"
+        assert list(policy.eviction_order()) == order, "reading changes the order"
 
 
-def test_a_line_that_is_no_request_is_named(tmp_path: Path) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text('{"input_length": 9, "hash_ids": [1]}\n{"hash_ids": [1]}\n')
     with pytest.raises(ConfigError, match=r"trace\.jsonl:2: "):
         read_trace(file)
     file.write_text('{"input_length": 9, "hash_ids": [4, 5], "block_size": 6}\n')
-    assert read_trace(file) == [Asked((4, 5), (0, 6, 9), 9)]
+    assert read_trace(file) == [TraceRequest((4, 5), (0, 6, 9), 9)]
 
 
 def runs(level: Level, *requests: Iterable[int]) -> list[int]:
-    """Ask for runs of keys, one after the other; how long a leading part of each was there."""
+    """Look up and use prompts, one after the other; the length of the cached prefix of each."""
     hits = []
     for request in requests:
         run = list(request)
-        hits.append(level.asked(run))
+        hits.append(level.lookup(run))
         for key in reversed(run):
             level.use(key)
         level.trim()
     return hits
 
 
-@pytest.mark.parametrize("name", ["lfu", "cost", "s3fifo"])
-def test_what_is_asked_for_often_outlives_a_scan(name: str) -> None:
-    """Where LRU loses it."""
+@pytest.mark.parametrize("name", ["lfu", "gdsf", "s3fifo"])
+def test_frequently_used_keys_outlive_a_scan(name: str) -> None:
+    """LRU evicts them."""
     often = [range(4)] * 30
     scan = [range(100 + 4 * n, 104 + 4 * n) for n in range(200)]
     for each in (name, "lru"):
@@ -108,22 +109,22 @@ def test_what_is_asked_for_often_outlives_a_scan(name: str) -> None:
         assert runs(level, range(4)) == [0 if each == "lru" else 4], each
 
 
-def test_lfu_forgets_what_was_asked_for_often_long_ago() -> None:
+def test_lfu_evicts_keys_that_were_popular_long_ago() -> None:
     level = Level(8, "lfu")
     runs(level, *[range(8)] * 15)
     for generation in range(1, 40):
         runs(level, *[range(100 * generation, 100 * generation + 8)] * 3)
-    assert runs(level, range(8)) == [0], "it never grows old"
+    assert runs(level, range(8)) == [0], "it never ages"
     assert runs(level, range(3900, 3908))[0] > 0
 
 
-def test_lru_is_held_to_rates_counted_independently() -> None:
+def test_lru_matches_independently_counted_rates() -> None:
     requests = trace(MOONCAKE)
-    right = conformance()[MOONCAKE]
+    expected = conformance()[MOONCAKE]
     assert rates(requests, None, "lru") == pytest.approx(
-        (right["infinite"]["all"], right["infinite"]["second_half"]), abs=0.01
+        (expected["infinite"]["all"], expected["infinite"]["second_half"]), abs=0.01
     )
-    for capacity, counted in right["lru"].items():
+    for capacity, counted in expected["lru"].items():
         got = rates(requests, int(capacity), "lru")
         assert got == pytest.approx((counted["all"], counted["second_half"]), abs=0.2), capacity
 
@@ -132,7 +133,7 @@ def test_lru_is_held_to_rates_counted_independently() -> None:
     ("name", "capacity"),
     [(MOONCAKE, 4096), (AGENTS, 128), (AGENTS, 256), (RAG, 512)],
 )
-def test_auto_ends_no_more_than_half_a_point_below_the_best(name: str, capacity: int) -> None:
+def test_auto_is_at_most_half_a_point_below_the_best(name: str, capacity: int) -> None:
     """Of the whole trace and of its second half; docs/decisions/0009 has more sizes."""
     requests = trace(name)
     fixed = {policy: rates(requests, capacity, policy) for policy in FIXED}

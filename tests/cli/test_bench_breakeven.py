@@ -1,4 +1,4 @@
-"""`kvstore bench breakeven`: real loads from real tiers, and the arithmetic on them."""
+"""`kvstore bench breakeven`: real loads from real tiers, and the arithmetic."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def bench(capfd: Capture, *options: str) -> tuple[int, Any, str]:
     return code, json.loads(out) if out else None, err
 
 
-QUICK = ["--load-lengths", "64,128,256", "--memory", "16MiB", "--repeats", "1"]
+QUICK = ["--load-lengths", "64,128,256", "--l2", "16MiB", "--repeats", "1"]
 
 
-def test_tiers_are_judged_for_a_real_models_figures(
+def test_tiers_are_evaluated_for_a_real_models_figures(
     config: Path, capfd: Capture, tmp_path: Path
 ) -> None:
     png, page = tmp_path / "a" / "p.png", tmp_path / "b" / "p.html"
     options = ["--model-config", str(config), "--prefill-rate", "50000", *QUICK]
-    pictures = ["--png", str(png), "--html", str(page)]
-    code, report, _ = bench(capfd, *options, *pictures, "--disk", str(tmp_path))
+    plots = ["--plot", str(png), "--html", str(page)]
+    code, report, _ = bench(capfd, *options, *plots, "--disk", str(tmp_path))
     assert code == 0
     assert (report["model"], report["bytes_per_token"]) == ("some-llama", BLOCK_BYTES // 16)
     assert report["needed_bytes_per_s"] == BLOCK_BYTES // 16 * 50_000
@@ -69,7 +69,7 @@ def test_tiers_are_judged_for_a_real_models_figures(
         for length, saved in tier["ttft_saved_ms"].items():
             loading = tier["match_ms"] + int(length) * BLOCK_BYTES / 16 / tier["bytes_per_s"] * 1e3
             assert saved == pytest.approx(int(length) / 50.0 - loading, rel=0.01, abs=0.01)
-            # Both at once is sooner than either alone.
+            # Both in parallel are faster than either alone.
             assert tier["ttft_saved_both_ends_ms"][length] >= max(0.0, saved) - 0.001
         even = tier["break_even_tokens"]
         if even is not None and even <= 1024:
@@ -81,9 +81,7 @@ def test_tiers_are_judged_for_a_real_models_figures(
     assert list(tmp_path.glob("kvstore-breakeven-*")) == []
 
 
-def test_prefill_is_measured_on_the_engine_at_hand_and_read_again(
-    capfd: Capture, tmp_path: Path
-) -> None:
+def test_prefill_is_measured_on_the_engine_and_read_again(capfd: Capture, tmp_path: Path) -> None:
     options = ["--model", "random", "--lengths", "16,48", "--threads", "1", *QUICK]
     code, report, _ = bench(capfd, *options, "--tiers", "l2")
     assert code == 0
@@ -125,11 +123,11 @@ def test_configured_tiers_are_measured_and_left_clean(
     tier.close()
 
 
-def test_a_table_for_people(config: Path, capfd: Capture) -> None:
+def test_a_table_is_printed(config: Path, capfd: Capture) -> None:
     options = ["--model-config", str(config), "--prefill-rate", "9000", *QUICK, "--tiers", "l2"]
     assert main(["bench", "breakeven", *options]) == 0
     out = capfd.readouterr().out
-    assert "some-llama: 2,048 bytes of KV a token" in out
+    assert "some-llama: 2,048 bytes of KV per token" in out
     assert "128k" in out
 
 
@@ -138,11 +136,11 @@ def test_a_table_for_people(config: Path, capfd: Capture) -> None:
     [
         (["--lengths", "1,x"], ["--lengths", "256,1024"]),
         (["--load-lengths", "0"], ["--load-lengths"]),
-        (["--repeats", "0"], ["--repeats 0"]),
+        (["--repeats", "0"], ["--repeats must", "(got 0)"]),
         (["--tiers", "tape"], ["'tape'", "l2, disk"]),
-        (["--prefill-rate", "fast"], ["'fast'", "tokens a second"]),
+        (["--prefill-rate", "fast"], ["'fast'", "tokens per second"]),
         (["--prefill-rate", "-1"], ["-1"]),
-        (["--memory", "1MiB", "--prefill-rate", "9000"], ["--memory", "is right"]),
+        (["--l2", "1MiB", "--prefill-rate", "9000"], ["--l2 must be at least"]),
         (["--model-config", "/none.json"], ["/none.json"]),
         (["--model", "/none"], ["/none"]),
         (["--disk", "/none"], ["/none"]),
@@ -151,7 +149,7 @@ def test_a_table_for_people(config: Path, capfd: Capture) -> None:
 def test_mistakes_are_one_line(
     options: list[str], words: list[str], config: Path, capfd: Capture
 ) -> None:
-    given = ["--model-config", str(config)] if "--memory" in options else []
+    given = ["--model-config", str(config)] if "--l2" in options else []
     code, report, err = bench(capfd, *given, *options)
     assert (code, report, err.count("\n")) == (2, None, 1), err
     assert [word for word in words if word not in err] == []
@@ -219,13 +217,13 @@ def test_l2_itself_needs_no_tier() -> None:
     assert found.block_bytes == SPACE.block_bytes
 
 
-def test_a_tier_that_loses_blocks_is_no_measurement() -> None:
+def test_a_tier_that_loses_blocks_fails_the_measurement() -> None:
     with pytest.raises(LoadFailed, match=r"of [48] blocks"):
         measured(MemoryTier(4 * SPACE.block_bytes), [4, 8])
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-def test_made_up_kv_is_a_blocks_length_and_not_all_alike(dtype: str) -> None:
+def test_synthetic_kv_has_a_blocks_length_and_varies(dtype: str) -> None:
     space = Namespace(**{**loads._fields(SPACE), "dtype": dtype})
     made = kv_like(space)
     assert len(made) == space.block_bytes
@@ -239,8 +237,8 @@ def test_only_lengths_that_fit_are_loaded() -> None:
         block_lengths([16, 176], SPACE, memory)
 
 
-def test_a_longer_prompt_than_the_model_takes_is_refused() -> None:
+def test_a_prompt_longer_than_the_models_context_is_rejected() -> None:
     torch.set_num_threads(1)
     loaded = random_model(0, layers=1, hidden=32, heads=2, kv_heads=1, max_positions=64)
-    with pytest.raises(ConfigError, match="takes 63"):
+    with pytest.raises(ConfigError, match="at most 63"):
         prefill.measure(loaded, [64], repeats=1, page_tokens=16, threads=1, on_done=lambda: None)

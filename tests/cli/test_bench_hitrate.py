@@ -34,7 +34,7 @@ def test_the_published_table_to_the_digit(app: typer.Typer) -> None:
         assert found == {rate: f"{expected[rate]}%" for rate in RATES}, row["workload"]
 
 
-def test_the_table_for_people_says_the_same(app: typer.Typer) -> None:
+def test_the_printed_table_has_the_same_figures(app: typer.Typer) -> None:
     result = CliRunner().invoke(app, ["hitrate"], env={"COLUMNS": "120"})
     assert result.exit_code == 0
     for expected in EXPECTED:
@@ -54,7 +54,7 @@ def test_the_last_token_of_a_prompt_never_hits() -> None:
     assert hitrate.block_hit_tokens([prompt, prompt], 16) == 16
 
 
-def test_blocks_stop_at_the_first_that_is_lacking() -> None:
+def test_blocks_stop_at_the_first_absent_one() -> None:
     first = list(range(100))
     second = [*range(16), 999, *range(17, 100)]
     assert hitrate.block_hit_tokens([first, second], 16) == 16

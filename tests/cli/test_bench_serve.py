@@ -1,4 +1,4 @@
-"""`kvstore bench serve` against our engine in a process, and against servers that misbehave."""
+"""`kvstore bench serve` against kvstore's engine in a process, and against faulty servers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from engine_rig import EngineProcess
 
 from kvstore.analysis.loadgen.endpoint import Endpoint, Options, usage_of
-from kvstore.analysis.loadgen.run import FAULTS_IN_A_ROW, Load, Run
-from kvstore.analysis.loadgen.summary import spread, summary, tells_cached
+from kvstore.analysis.loadgen.run import FAULTS_IN_A_ROW, Load, LoadRun
+from kvstore.analysis.loadgen.summary import reports_cached, spread, summary
 from kvstore.analysis.loadgen.workloads import WORKLOADS, Session, Turn, Writer
 from kvstore.cli import main
 
@@ -33,14 +33,14 @@ Capture = pytest.CaptureFixture[str]
 
 
 def bench(capfd: Capture, url: str, *options: str) -> tuple[int, Any, str]:
-    """Exit code, the report (None where there is none), and what else was said."""
+    """Return the exit code, the report (None: no output) and stderr."""
     code = main(["bench", "serve", "--url", url, "--json", *options])
     out, err = capfd.readouterr()
     return code, json.loads(out) if out else None, err
 
 
-def complaint(err: str) -> str:
-    """The one line of a mistake."""
+def error_line(err: str) -> str:
+    """Return the only line of stderr."""
     assert err.count("\n") == 1, err
     return err.strip()
 
@@ -52,8 +52,8 @@ def test_every_workload_is_measured_and_split(
     engine: EngineProcess, capfd: Capture, tmp_path: Path
 ) -> None:
     engine.reset()
-    png = tmp_path / "deep" / "picture.png"
-    code, report, _ = bench(capfd, engine.url, *SMALL, "--requests", "6", "--png", str(png))
+    png = tmp_path / "deep" / "plot.png"
+    code, report, _ = bench(capfd, engine.url, *SMALL, "--requests", "6", "--plot", str(png))
     assert code == 0
     assert (report["model"], report["split"], report["faults"]) == ("tiny", True, {})
     rows = {row["workload"]: row for row in report["rows"]}
@@ -72,7 +72,7 @@ def test_every_workload_is_measured_and_split(
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_seed_asks_the_same_and_another_starts_cold(
+def test_a_seed_repeats_its_prompts_and_another_starts_cold(
     engine: EngineProcess, capfd: Capture
 ) -> None:
     engine.reset()
@@ -87,13 +87,13 @@ def test_one_seed_asks_the_same_and_another_starts_cold(
     assert first["prompt_tokens"] == again["prompt_tokens"]
     assert again["cached_tokens"] > first["cached_tokens"]
     assert again["ttft_miss_ms"] is None
-    assert other["ttft_miss_ms"]["n"] == 1  # the first of eight that ask the same
+    assert other["ttft_miss_ms"]["n"] == 1  # The first of eight equal prompts.
 
 
-def test_the_history_is_the_servers_own_or_made(engine: EngineProcess, capfd: Capture) -> None:
+def test_the_history_is_the_servers_own_or_synthetic(engine: EngineProcess, capfd: Capture) -> None:
     options = ["--workload", "chat", "--requests", "3", "--scale", "0.05", "--seed", "5"]
     _, own, _ = bench(capfd, engine.url, *options, "--max-tokens", "2")
-    _, made, _ = bench(capfd, engine.url, *options, "--max-tokens", "2", "--replies", "made")
+    _, made, _ = bench(capfd, engine.url, *options, "--max-tokens", "2", "--history", "synthetic")
     assert made["rows"][0]["prompt_tokens"] > own["rows"][0]["prompt_tokens"]
 
 
@@ -105,7 +105,7 @@ def test_completions_at_a_rate(engine: EngineProcess, capfd: Capture) -> None:
     assert report["rate"] == 50
 
 
-def test_the_table_for_people_has_the_same(engine: EngineProcess, capfd: Capture) -> None:
+def test_the_printed_table_has_the_same(engine: EngineProcess, capfd: Capture) -> None:
     assert main(["bench", "serve", "--url", engine.url, "--workload", "rag", *SMALL]) == 0
     out = capfd.readouterr().out
     assert "rag" in out
@@ -119,22 +119,22 @@ def test_the_table_for_people_has_the_same(engine: EngineProcess, capfd: Capture
         (["--model", "none"], ["'none'", "tiny"]),
         (["--scale", "9"], ["4,096", "--scale"]),
         (["--workload", "cat"], ["'cat'", "few-shot"]),
-        (["--concurrency", "0"], ["--concurrency 0", "1"]),
-        (["--replies", "none"], ["'none'", "made"]),
+        (["--concurrency", "0"], ["--concurrency must", "1"]),
+        (["--history", "none"], ["'none'", "synthetic"]),
         (["--api", "none"], ["'none'", "completions"]),
-        (["--requests", "0"], ["--requests 0"]),
-        (["--silence-s", "0"], ["more than 0"]),
+        (["--requests", "0"], ["--requests must"]),
+        (["--idle-timeout", "0"], ["more than 0"]),
     ],
 )
-def test_mistakes_are_one_line(
+def test_an_invalid_option_is_one_line(
     engine: EngineProcess, capfd: Capture, options: list[str], words: list[str]
 ) -> None:
     code, report, err = bench(capfd, engine.url, *options)
     assert (code, report) == (2, None)
-    assert [word for word in words if word not in complaint(err)] == []
+    assert [word for word in words if word not in error_line(err)] == []
 
 
-# ---- against servers that misbehave ----
+# ---- against faulty servers ----
 
 
 def event(text: str, **more: Any) -> bytes:
@@ -147,7 +147,7 @@ USAGE = event("b", usage={"prompt_tokens": 10, "completion_tokens": 2})
 
 
 class Scripted:
-    """A server that lists one model and answers each request as `answer(handler, count)` does."""
+    """A server that lists one model and answers each request by `answer(handler, count)`."""
 
     def __init__(self, answer: Callable[[BaseHTTPRequestHandler, int], None]) -> None:
         counter = iter(range(10_000))
@@ -162,7 +162,7 @@ class Scripted:
                 answer(self, next(counter))
 
             def log_message(self, *_: Any) -> None:
-                """Silence."""
+                """Log nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
@@ -217,7 +217,7 @@ def stall(handler: BaseHTTPRequestHandler) -> None:
 
 def trickle(handler: BaseHTTPRequestHandler) -> None:
     stream(handler)
-    for _ in range(200):  # a byte at a time, never silent, never done
+    for _ in range(200):  # One byte at a time: never idle, never done.
         handler.wfile.write(b"x")
         handler.wfile.flush()
         time.sleep(0.02)
@@ -228,8 +228,8 @@ FAULTS: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {
     "stalled": stall,
     "too slow": trickle,
     "cut off": lambda handler: stream(handler, event("a")),
-    "no event stream": lambda handler: stream(handler, b"data: {half\n\n"),
-    "failed in the stream": lambda handler: stream(handler, b'data: {"error": "dead"}\n\n'),
+    "invalid event stream": lambda handler: stream(handler, b"data: {half\n\n"),
+    "error in stream": lambda handler: stream(handler, b'data: {"error": "dead"}\n\n'),
     "no tokens": lambda handler: stream(handler, DONE),
 }
 
@@ -239,11 +239,11 @@ def test_a_fault_is_counted_by_its_kind(
     fault: str, scripted: Callable[..., str], capfd: Capture
 ) -> None:
     def answer(handler: BaseHTTPRequestHandler, count: int) -> None:
-        # The first is the sample; after it every other request fails.
+        # The first request is the sample. After it every other request fails.
         (FAULTS[fault] if count % 2 else fine)(handler)
 
     options = ["--workload", "system-prompt", "--requests", "6", "--concurrency", "1"]
-    limits = ["--silence-s", "0.3", "--request-s", "0.6"]
+    limits = ["--idle-timeout", "0.3", "--request-timeout", "0.6"]
     code, report, err = bench(capfd, scripted(answer), *options, *limits)
     assert code == 1
     assert report["faults"][fault]["count"] == 3
@@ -262,46 +262,46 @@ def test_a_server_that_dies_ends_the_run(scripted: Callable[..., str], capfd: Ca
     assert code == 1
     assert report["rows"][0]["requests"] == FAULTS_IN_A_ROW
     assert report["skipped"] == 500 - FAULTS_IN_A_ROW
-    assert "too many" in report["given_up"][0]
+    assert "too many" in report["aborted"][0]
 
 
 def test_a_dead_endpoint_is_one_line(capfd: Capture) -> None:
-    with socket.socket() as unheard:
-        unheard.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unheard.getsockname()[1]}/v1"
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
         code, report, err = bench(capfd, url)
     assert (code, report) == (2, None)
-    assert url in complaint(err)
+    assert url in error_line(err)
 
 
-def test_a_server_that_refuses_the_first_request_is_one_line(
+def test_a_server_that_rejects_the_first_request_is_one_line(
     scripted: Callable[..., str], capfd: Capture
 ) -> None:
     url = scripted(lambda handler, _: plain(handler, 401, {"error": {"message": "who are you"}}))
     code, _, err = bench(capfd, url)
     assert code == 2
-    assert "HTTP 401: who are you" in complaint(err)
+    assert "HTTP 401: who are you" in error_line(err)
 
 
 def test_a_server_that_never_answers_is_one_line(capfd: Capture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/v1"
-        code, _, err = bench(capfd, url, "--silence-s", "0.3")
+        code, _, err = bench(capfd, url, "--idle-timeout", "0.3")
     assert code == 2
-    assert "timed out" in complaint(err)
+    assert "timed out" in error_line(err)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://127.0.0.1:1"])
-def test_an_address_that_is_none(url: str, capfd: Capture) -> None:
+def test_an_invalid_address(url: str, capfd: Capture) -> None:
     code, _, err = bench(capfd, url)
     assert code == 2
-    assert url in complaint(err)
+    assert url in error_line(err)
 
 
 # ---- parts ----
 
 
-def test_the_limit_of_a_run_ends_it(scripted: Callable[..., str]) -> None:
+def test_the_maximum_duration_ends_a_run(scripted: Callable[..., str]) -> None:
     def slow(handler: BaseHTTPRequestHandler, count: int) -> None:
         time.sleep(0.1)
         fine(handler)
@@ -309,9 +309,10 @@ def test_the_limit_of_a_run_ends_it(scripted: Callable[..., str]) -> None:
     endpoint = Endpoint(scripted(slow), Options(model="m"))
     session = Session((Turn(({"role": "user", "content": "hello"},), ""),))
     done: list[Any] = []
-    ran = Run(endpoint, Load(concurrency=1, limit_s=0.3), "x", done.append).run([session] * 1000)
+    load = Load(concurrency=1, max_duration_s=0.3)
+    ran = LoadRun(endpoint, load, "x", done.append).run([session] * 1000)
     endpoint.close()
-    assert "limit" in ran.given_up
+    assert "--max-duration" in ran.aborted
     assert 0 < len(done) == len(ran.outcomes) < 1000
 
 
@@ -322,13 +323,14 @@ def test_sessions_that_wait_for_a_thread_are_late(scripted: Callable[..., str]) 
 
     endpoint = Endpoint(scripted(slow), Options(model="m"))
     session = Session((Turn(({"role": "user", "content": "hello"},), ""),))
-    ran = Run(endpoint, Load(concurrency=1, rate=1000.0), "x", lambda _: None).run([session] * 5)
+    load = Load(concurrency=1, rate=1000.0)
+    ran = LoadRun(endpoint, load, "x", lambda _: None).run([session] * 5)
     endpoint.close()
-    assert ran.late == 4
+    assert ran.late_sessions == 4
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_workload_has_as_many_requests_as_asked_and_repeats(name: str) -> None:
+def test_a_workload_has_the_requested_number_of_requests_and_repeats(name: str) -> None:
     for count in (1, 7, 24):
         sessions = WORKLOADS[name](Writer(3), count)
         assert sum(len(session.turns) for session in sessions) == count
@@ -336,14 +338,14 @@ def test_a_workload_has_as_many_requests_as_asked_and_repeats(name: str) -> None
     assert WORKLOADS[name](Writer(3), 8) != WORKLOADS[name](Writer(4), 8)
 
 
-def test_texts_have_about_as_many_tokens_as_asked() -> None:
+def test_texts_have_about_the_requested_number_of_tokens() -> None:
     for per_word in (1.0, 1.3, 7.0):
         words = len(Writer(0, 2.0, per_word).text(700).split())
         assert words == pytest.approx(1400 / per_word, abs=1)
 
 
 @pytest.mark.parametrize(
-    ("told", "cached"),
+    ("reported", "cached"),
     [
         ({}, None),
         ({"prompt_tokens_details": None}, None),
@@ -351,11 +353,11 @@ def test_texts_have_about_as_many_tokens_as_asked() -> None:
         ({"prompt_tokens_details": {"cached_tokens": 7}}, 7),
     ],
 )
-def test_cached_tokens_are_told_or_not(told: dict[str, Any], cached: int | None) -> None:
-    assert usage_of({"prompt_tokens": 9, **told}).cached_tokens == cached
+def test_cached_tokens_are_reported_or_not(reported: dict[str, Any], cached: int | None) -> None:
+    assert usage_of({"prompt_tokens": 9, **reported}).cached_tokens == cached
 
 
 def test_no_values_have_no_spread() -> None:
     assert spread([]) is None
     assert summary("x", [], 1.0, split=True)["ttft_hit_ms"] is None
-    assert not tells_cached([])
+    assert not reports_cached([])

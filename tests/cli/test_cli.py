@@ -1,4 +1,4 @@
-"""The command line as a user meets it: a process, its output, its exit code."""
+"""The command line as a user sees it: a process, its output, its exit code."""
 
 from __future__ import annotations
 
@@ -59,10 +59,12 @@ def assert_one_line(error: str, *words: str) -> None:
         assert word in error
 
 
-def test_every_file_is_a_command() -> None:
-    files = {path.stem for path in Path(cli.__file__).parent.glob("*.py")} - {"__init__"}
-    assert set(cli.COMMANDS) == files
-    assert {"hash", "plan", "version", "bench"} <= files
+def test_every_module_is_a_command() -> None:
+    folder = Path(cli.__file__).parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    packages = {path.parent.name for path in folder.glob("*/__init__.py")} - {"common"}
+    assert set(cli.COMMANDS) == modules | packages
+    assert {"hash", "plan", "version", "bench"} <= set(cli.COMMANDS)
 
 
 def test_hash_reproduces_a_vector_as_a_process() -> None:
@@ -72,10 +74,10 @@ def test_hash_reproduces_a_vector_as_a_process() -> None:
     options = ["--algo", vector["algo"], "--block-tokens", str(vector["block_tokens"])]
     options += ["--hash-seed", "0", "--lora-name", name, "--lora-path", path]
     stdin = " ".join(map(str, vector["tokens"]))
-    done = run(["hash", *options, "--tokens", "-"], stdin)
+    done = run(["hash", *options, "--token-ids", "-"], stdin)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.decode().split("\n") == [*vector["hashes"], ""]
-    done = run(["hash", *options, "--json", "--tokens", "-"], stdin)
+    done = run(["hash", *options, "--json", "--token-ids", "-"], stdin)
     assert json.loads(done.stdout) == {"hashes": vector["hashes"]}
 
 
@@ -83,74 +85,74 @@ def test_hash_reproduces_a_vector_as_a_process() -> None:
     "text",
     ["1 2 3 4", "1,2,3,4", "1, 2\n\t3,\r\n4\n", "[1, 2, 3, 4]", "\n [1,2,\n3,4]\n", ",1 2,3 4,"],
 )
-def test_hash_takes_ids_in_any_dress(
+def test_hash_accepts_ids_in_any_format(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "ids").write_text(text)
-    assert main(["hash", "--block-tokens", "2", "--tokens", str(tmp_path / "ids")]) == 0
+    assert main(["hash", "--block-tokens", "2", "--token-ids", str(tmp_path / "ids")]) == 0
     printed = capsys.readouterr().out.split()
     (tmp_path / "ids").write_text("1 2 3 4 5")
-    assert main(["hash", "--block-tokens", "2", "--tokens", str(tmp_path / "ids")]) == 0
+    assert main(["hash", "--block-tokens", "2", "--token-ids", str(tmp_path / "ids")]) == 0
     assert capsys.readouterr().out.split() == printed
     assert len(printed) == 2
 
 
 def test_hash_of_less_than_a_block_is_empty() -> None:
-    done = run(["hash", "--tokens", "-", "--json"], "1 2 3")
+    done = run(["hash", "--token-ids", "-", "--json"], "1 2 3")
     assert json.loads(done.stdout) == {"hashes": []}
-    assert run(["hash", "--tokens", "-"], "").stdout == b""
+    assert run(["hash", "--token-ids", "-"], "").stdout == b""
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("1 2 x", ["'x'", "number 3"]),
+        ("1 2 x", ["'x'", "token id 3"]),
         ("1 -2", ["'-2'"]),
         ("1.5", ["'1.5'"]),
-        ("[1, 2.0]", ["2.0", "number 2"]),
+        ("[1, 2.0]", ["2.0", "token id 2"]),
         ("[1, true]", ["true"]),
         ("[1, [2]]", ["[2]"]),
         ("[1, 2", ["JSON"]),
         ("4294967296", ["4294967296", "0..4294967295"]),
         ("[-7]", ["-7"]),
-        ("9" * 5000, ["number 1"]),
-        ("٣", ["number 1"]),
+        ("9" * 5000, ["token id 1"]),
+        ("٣", ["token id 1"]),
     ],
 )
-def test_a_bad_token_is_one_line_and_exit_2(
+def test_an_invalid_token_is_one_line_and_exit_2(
     text: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "ids").write_text(text)
-    assert main(["hash", "--tokens", str(tmp_path / "ids")]) == 2
+    assert main(["hash", "--token-ids", str(tmp_path / "ids")]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert_one_line(captured.err, *words)
     assert len(captured.err) < 200
 
 
-def test_bytes_that_are_no_text_are_refused() -> None:
-    done = run(["hash", "--tokens", "-"], b"\xff\xfe1 2")
+def test_bytes_that_are_not_text_are_rejected() -> None:
+    done = run(["hash", "--token-ids", "-"], b"\xff\xfe1 2")
     assert (done.returncode, done.stdout) == (2, b"")
-    assert_one_line(done.stderr.decode(), "no text")
+    assert_one_line(done.stderr.decode(), "not UTF-8 text")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["hash"], ["--tokens"]),
-        (["hash", "--tokens", "no/such/file"], ["no/such/file"]),
-        (["hash", "--tokens", "-", "--algo", "sha256"], ["pickles", "sha256_cbor"]),
-        (["hash", "--tokens", "-", "--algo", "sha256_cbr"], ["did you mean sha256_cbor"]),
-        (["hash", "--tokens", "-", "--block-tokens", "0"], ["block_tokens is 0"]),
-        (["hash", "--tokens", "-", "--block-tokens", "many"], ["--block-tokens", "integer"]),
-        (["hash", "--tokens", "-", "--lora-name", "a"], ["--lora-path"]),
-        (["hash", "--tokens", "-", "--cache-salt", "\udcff"], ["Unicode"]),
+        (["hash"], ["--token-ids"]),
+        (["hash", "--token-ids", "no/such/file"], ["no/such/file"]),
+        (["hash", "--token-ids", "-", "--algo", "sha256"], ["pickles", "sha256_cbor"]),
+        (["hash", "--token-ids", "-", "--algo", "sha256_cbr"], ["did you mean sha256_cbor"]),
+        (["hash", "--token-ids", "-", "--block-tokens", "0"], ["block_tokens must be 1"]),
+        (["hash", "--token-ids", "-", "--block-tokens", "many"], ["--block-tokens", "integer"]),
+        (["hash", "--token-ids", "-", "--lora-name", "a"], ["--lora-path"]),
+        (["hash", "--token-ids", "-", "--cache-salt", "\udcff"], ["Unicode"]),
         (["no-such-command"], ["no-such-command"]),
         (["bench", "no-such-bench"], ["no-such-bench"]),
         (["plan", "no/such/config.json"], ["no/such/config.json"]),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_exit_2(
+def test_an_invalid_command_line_is_one_line_and_exit_2(
     arguments: list[str],
     words: list[str],
     capsys: pytest.CaptureFixture[str],
@@ -170,7 +172,7 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 def test_plan_of_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(LLAMA_3_8B))
-    report = plan_json(capsys, str(config), "--ram", "200GiB", "--disk", "2TiB")
+    report = plan_json(capsys, str(config), "--l2", "200GiB", "--l3", "2TiB")
     frames = 2**41 // (2**21 + 4096)
     assert report == {
         "dtype": "bfloat16",
@@ -181,7 +183,7 @@ def test_plan_of_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "window": {"layers": 0, "tokens": 0, "bytes": 0},
         "rows": [
             {
-                "tier": "ram",
+                "tier": "l2",
                 "bytes": 200 * 2**30,
                 "blocks": 102_400,
                 "tokens": 1_638_400,
@@ -190,7 +192,7 @@ def test_plan_of_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
                 "prefixes_32k": 50,
             },
             {
-                "tier": "disk",
+                "tier": "l3",
                 "bytes": 2**41,
                 "blocks": frames,
                 "tokens": frames * 16,
@@ -200,7 +202,7 @@ def test_plan_of_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             },
         ],
     }
-    # A folder is as good as the file in it, and other options reach the figures.
+    # A folder works as well as the file in it, and other options change the figures.
     report = plan_json(capsys, str(tmp_path), "--dtype", "fp8", "--tp-size", "2")
     assert (report["bytes_per_token"], report["rows"]) == (32_768, [])
 
@@ -210,8 +212,8 @@ def test_plan_rounds_blocks_up_and_prefixes_down(
 ) -> None:
     config = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    # 512 bytes a token; blocks of 3 tokens take a whole page, 2,048 tokens take 683 blocks.
-    report = plan_json(capsys, str(tmp_path), "--ram", str(4096 * 684 - 1), "--block-tokens", "3")
+    # 512 bytes per token. Blocks of 3 tokens take a whole page; 2,048 tokens take 683 blocks.
+    report = plan_json(capsys, str(tmp_path), "--l2", str(4096 * 684 - 1), "--block-tokens", "3")
     rows = report["rows"]
     assert isinstance(rows, list)
     assert rows[0]["blocks"] == 683
@@ -220,10 +222,10 @@ def test_plan_rounds_blocks_up_and_prefixes_down(
 
 def test_plan_prints_a_table(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    done = run(["plan", str(tmp_path), "--ram", "200GiB", "--disk", "2TiB"])
+    done = run(["plan", str(tmp_path), "--l2", "200GiB", "--l3", "2TiB"])
     assert done.returncode == 0
     text = done.stdout.decode()
-    for figure in ("131,072 bytes per token", "200 GiB", "1,638,400", "32k", "disk"):
+    for figure in ("131,072 bytes per token", "200 GiB", "1,638,400", "32k", "l3"):
         assert figure in text
 
 
@@ -231,15 +233,15 @@ def test_plan_prints_a_table(tmp_path: Path) -> None:
     ("content", "arguments", "words"),
     [
         ("{", [], ["JSON"]),
-        ("[1]", [], ["no JSON object"]),
+        ("[1]", [], ["not a JSON object"]),
         ("{}", [], ["model_type"]),
         ('{"model_type": "lama"}', [], ["did you mean llama"]),
         ('{"model_type": "llama"}', [], ["lacks"]),
-        (json.dumps(LLAMA_3_8B), ["--ram", "200GiX"], ["200GiX"]),
+        (json.dumps(LLAMA_3_8B), ["--l2", "200GiX"], ["200GiX"]),
         (json.dumps(LLAMA_3_8B), ["--block-tokens", "0"], ["block_tokens"]),
     ],
 )
-def test_plan_says_what_is_wrong(
+def test_plan_names_the_error(
     content: str,
     arguments: list[str],
     words: list[str],
@@ -258,7 +260,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hash" in capsys.readouterr().out
 
 
-def test_bench_lists_what_its_folder_holds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_lists_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 0
     assert capsys.readouterr().out.split() == list(bench.BENCHES)
 
@@ -285,8 +287,8 @@ def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         main(["raise"], build=lambda: app_that_raises(ours))
 
 
-def test_a_reader_that_leaves_is_no_crash() -> None:
-    script = f"seq 100000 | {sys.executable} -m kvstore hash --tokens - | head -1"
+def test_a_reader_that_exits_early_causes_no_error() -> None:
+    script = f"seq 100000 | {sys.executable} -m kvstore hash --token-ids - | head -1"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", script], capture_output=True, timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""`kvstore engine` as a process: a ready line, a served model, one line for every mistake."""
+"""`kvstore engine` as a process: a ready line, a served model, one line per error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_it_serves_and_ends_on_a_signal() -> None:
         (["--model", "random", "--page-tokens", "5"], ["block_tokens", "16", "5"]),
         (["--model", "random", "--max-context", "9999"], ["9999", "4096"]),
         (["--model", "random", "--hash-algo", "sha256"], ["sha256_cbor"]),
-        (["--model", "random", "--deadline-ms", "-1"], ["deadline_ms", "-1"]),
+        (["--model", "random", "--max-wait", "-1"], ["max_wait", "-1"]),
         (
             ["--model", "random", "--store", "/none.sock", "--prefetch", "best_efort"],
             ["best_efort", "'best_effort'"],
@@ -64,7 +64,7 @@ def test_it_serves_and_ends_on_a_signal() -> None:
         (["--model", "random", "--prefetch", "best_efort"], ["best_efort", "'best_effort'"]),
     ],
 )
-def test_mistakes_are_one_line(
+def test_an_invalid_option_is_one_line(
     options: list[str], words: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["engine", "--port", "0", *options]) == 2
@@ -74,24 +74,28 @@ def test_mistakes_are_one_line(
         assert word in text
 
 
-def test_a_file_says_how_to_wait_and_hash_and_options_win(tmp_path: Path) -> None:
+def test_options_override_the_configuration_file(tmp_path: Path) -> None:
     from kvstore.cli.engine import _settings
     from kvstore.store.assembly import build_prefetch_policy
 
     file = tmp_path / "engine.toml"
     file.write_text(
-        '[prefetch]\npolicy = "timeout"\nbase_ms = 7\ncap_ms = "3s"\nmin_tokens = 64\n'
+        '[prefetch]\npolicy = "timeout"\nbase_wait = 7\nmax_wait = "3s"\nmin_load_tokens = 64\n'
         '[hash]\nseed = "a"\n'
     )
-    nothing = {"policy": None, "cap_ms": None, "min_tokens": None}
+    nothing = {"policy": None, "max_wait": None, "min_load_tokens": None}
     read = _settings(str(file), prefetch=nothing, hash={"algorithm": None, "seed": None})
     policy = build_prefetch_policy(read)
-    assert (policy.name, policy.cap_ms, read.prefetch.min_tokens) == ("timeout", 3000.0, 64)
+    assert (policy.name, policy.max_wait_ms, read.prefetch.min_load_tokens) == (
+        "timeout",
+        3000.0,
+        64,
+    )
     assert (read.hash.algorithm, read.hash.seed) == ("sha256_cbor", "a")
-    over = {**nothing, "policy": "best_effort", "cap_ms": 9.0}
+    over = {**nothing, "policy": "best_effort", "max_wait": 9.0}
     read = _settings(str(file), prefetch=over, hash={"algorithm": "xxhash_cbor", "seed": "b"})
     assert build_prefetch_policy(read).name == "best_effort"
-    assert build_prefetch_policy(read).cap_ms == 9.0
+    assert build_prefetch_policy(read).max_wait_ms == 9.0
     assert (read.hash.algorithm, read.hash.seed) == ("xxhash_cbor", "b")
 
 
@@ -99,8 +103,8 @@ def test_a_file_says_how_to_wait_and_hash_and_options_win(tmp_path: Path) -> Non
 def test_engines_of_one_kv_format_share_and_no_others(
     kv_format: str, share: float, tmp_path: Path
 ) -> None:
-    """share: a block's bytes in a slot, of those it takes plain (float32, head_dim 16)."""
-    from kvstore.cli.engine import Joining, _join
+    """share: bytes of a block in a slot, divided by those of plain (float32, head_dim 16)."""
+    from kvstore.cli.engine import StoreOptions, _connect
     from kvstore.engine.loader import random_model
     from kvstore.engine.loop import Engine
     from kvstore.engine.runner import Runner
@@ -110,8 +114,8 @@ def test_engines_of_one_kv_format_share_and_no_others(
 
     def cached_and_bytes(stored_as: str, socket: str) -> tuple[int, int]:
         runner = Runner(loaded, 64, 4)
-        joining = Joining(socket, "", 20.0, WaitComplete(cap_ms=2e4), 2e4, 0, stored_as)
-        client, hooks = _join(loaded, runner, 8, 4, joining)
+        options = StoreOptions(socket, "", 20.0, WaitComplete(max_wait_ms=2e4), 2e4, 0, stored_as)
+        client, hooks = _connect(loaded, runner, 8, 4, options)
         engine = Engine(loaded, num_pages=64, page_tokens=4, hooks=hooks, runner=runner)
         (output,) = engine.generate([[5] * 40], max_tokens=4)
         engine.check()
@@ -138,9 +142,9 @@ def test_a_port_in_use_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     taken.close()
 
 
-def test_the_engine_goes_on_without_the_sidecar_it_was_given(tmp_path: Path) -> None:
-    """An absent store is no mistake: everything misses."""
-    from kvstore.cli.engine import Joining, _join
+def test_the_engine_works_without_its_sidecar(tmp_path: Path) -> None:
+    """A missing sidecar is not an error: all lookups miss."""
+    from kvstore.cli.engine import StoreOptions, _connect
     from kvstore.engine.loader import random_model
     from kvstore.engine.loop import Engine
     from kvstore.engine.runner import Runner
@@ -148,8 +152,9 @@ def test_the_engine_goes_on_without_the_sidecar_it_was_given(tmp_path: Path) -> 
 
     loaded = random_model(0, layers=1, hidden=16, heads=1, kv_heads=1, vocab=300)
     runner = Runner(loaded, 64, 4)
-    joining = Joining(os.fspath(tmp_path / "none.sock"), "", 0.0, Timeout(cap_ms=200.0), 200.0, 0)
-    client, hooks = _join(loaded, runner, 8, 4, joining)
+    socket = os.fspath(tmp_path / "none.sock")
+    options = StoreOptions(socket, "", 0.0, Timeout(max_wait_ms=200.0), 200.0, 0)
+    client, hooks = _connect(loaded, runner, 8, 4, options)
     engine = Engine(loaded, num_pages=64, page_tokens=4, hooks=hooks, runner=runner)
     for _ in range(2):
         (output,) = engine.generate([[5] * 40], max_tokens=4)

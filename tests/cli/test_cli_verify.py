@@ -1,4 +1,4 @@
-"""`kvstore verify`: exit codes, and what it prints."""
+"""`kvstore verify`: exit codes and output."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
 
-def damage(directory: Path, number: int) -> None:
+def corrupt(directory: Path, number: int) -> None:
     (segment,) = directory.glob("*.kvseg")
     stored = bytearray(segment.read_bytes())
     stored[stored.index(block_of(key_of(number), 20_000)) + 10_000] ^= 4
     segment.write_bytes(stored)
 
 
-def test_a_sound_directory_exits_0(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_intact_directory_exits_0(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(directory), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["ok"], report["frames"], report["frames_bad"]) == (True, 5, 0)
+    assert (report["ok"], report["frames"], report["frames_corrupt"]) == (True, 5, 0)
     assert main(["verify", str(directory)]) == 0
     assert "5 frames in 1 segments" in capsys.readouterr().out
 
 
-def test_a_bad_frame_exits_1_and_is_named(
+def test_a_corrupt_frame_exits_1_and_is_named(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage(directory, 3)
+    corrupt(directory, 3)
     assert main(["verify", str(directory), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert (report["ok"], report["frames"], report["frames_bad"]) == (False, 5, 1)
-    assert key_of(3).hash.hex() in report["bad"][0]["block"]
-    assert report["bad"][0]["offset_bytes"] % 4096 == 0
+    assert (report["ok"], report["frames"], report["frames_corrupt"]) == (False, 5, 1)
+    assert key_of(3).hash.hex() in report["corrupt"][0]["block"]
+    assert report["corrupt"][0]["offset_bytes"] % 4096 == 0
     assert main(["verify", str(directory)]) == 1
-    assert "1 bad" in capsys.readouterr().out
+    assert "1 corrupt" in capsys.readouterr().out
 
 
 def test_several_directories_are_one_report(
@@ -60,19 +60,19 @@ def test_several_directories_are_one_report(
     assert main(["verify", str(directory), str(other)]) == 2
     assert "in use" in capsys.readouterr().err
     tier.close()
-    damage(other, 7)
+    corrupt(other, 7)
     assert main(["verify", str(directory), str(other), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert (report["frames"], report["segments"], report["frames_bad"]) == (6, 2, 1)
-    assert report["bad"][0]["segment"].startswith(str(other))
+    assert (report["frames"], report["segments"], report["frames_corrupt"]) == (6, 2, 1)
+    assert report["corrupt"][0]["segment"].startswith(str(other))
 
 
-def test_what_is_no_disk_tier_exits_2_with_one_line(
+def test_another_directory_exits_2_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for bad in (tmp_path, tmp_path / "nothing"):
         assert main(["verify", str(bad)]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("kvstore: ")
-        assert said.count("\n") == 1
+        error = capsys.readouterr().err
+        assert error.startswith("kvstore: ")
+        assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == [], "verify changes nothing"

@@ -1,4 +1,4 @@
-"""Shell completion: the script that is printed is the shell's, and it completes."""
+"""Shell completion: the printed script is for the right shell, and it completes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ SHELLS = ("bash", "zsh", "fish")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A PATH with `kvstore` on it, and with a shell of each name. The shell that asks is told by
-    its process's name; here it is bash whatever it is called, unless the real one is installed."""
+    """Return a PATH with `kvstore`, and with a shell of each name.
+
+    The completion finds its shell by the process name. A shell that is not installed is bash under
+    that name.
+    """
     folder = tmp_path_factory.mktemp("bin")
     command = folder / "kvstore"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m kvstore "$@"\n')
@@ -43,8 +46,8 @@ def run(path: str, *argv: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_script_for_the_shell_that_asks(path: str, shell: str) -> None:
-    # Something must follow, or the shell becomes the command and nobody is left to be found.
+def test_the_script_is_for_the_calling_shell(path: str, shell: str) -> None:
+    # Another command must follow: else the shell becomes `kvstore`, and there is no shell to find.
     script = run(path, shell, "-c", "kvstore --show-completion; true")
     marks = {"bash": "COMP_WORDS", "zsh": "#compdef kvstore", "fish": "complete --command kvstore"}
     assert marks[shell] in script
@@ -66,8 +69,8 @@ def test_bash_completes(path: str) -> None:
     assert lines == ["config", "show schema", "--disk-capacity"]
 
 
-def test_what_zsh_and_fish_are_answered(path: str) -> None:
-    """What their scripts call, word for word but for the shell's own variables."""
+def test_completion_for_zsh_and_fish(path: str) -> None:
+    """Makes the calls of their scripts, without the shell's own variables."""
     zsh = run(
         path,
         "kvstore",

@@ -1,4 +1,4 @@
-"""`kvstore demo` as a user runs it, on the random model and short prompts."""
+"""`kvstore demo` as a user runs it, with the random model and short prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_S = 240.0
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
-    """The demo, with its temporary directory inside `folder`."""
+    """Start the demo with its temporary directory inside `folder`."""
     return subprocess.Popen(
         [sys.executable, "-m", "kvstore", "demo", *SMALL, *flags],
         env={**os.environ, "TMPDIR": str(folder)},
@@ -34,7 +34,7 @@ def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 def left_running(folder: Path) -> list[str]:
-    """Command lines that still name the folder: children of a demo that has ended."""
+    """Return command lines that name the folder: children of a demo that has ended."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -88,7 +88,7 @@ ROW = Row("second engine", "B", 2000, 1968, "l2", 10.0, identical=True)
 STEP = next(step for step in STEPS if step.name == ROW.step)
 
 
-def test_a_row_that_shows_what_it_should() -> None:
+def test_a_row_that_passes() -> None:
     assert check(STEP, ROW, 2) == ""
     assert check(STEP, replace(ROW, tier="l1+l2"), 2) == ""
 
@@ -103,7 +103,7 @@ def test_a_row_that_shows_what_it_should() -> None:
     ],
     ids=str,
 )
-def test_a_row_that_does_not(change: dict[str, object], text: str) -> None:
+def test_a_row_that_fails(change: dict[str, object], text: str) -> None:
     assert text in check(STEP, replace(ROW, **change), 2)
 
 
@@ -123,13 +123,13 @@ def test_prompts_that_cannot_be_made(count: int, chars: int) -> None:
     ("flags", "text"),
     [
         (["--model", "gpt-5"], "unknown demo model 'gpt-5'"),
-        (["--prompts", "9"], "9 prompts; 1 to 4 are right"),
-        (["--prompt-tokens", "100000"], "--prompt-tokens 100000"),
-        (["--max-tokens", "0"], "--max-tokens 0"),
+        (["--prompts", "9"], "--prompts must be 1 to 4 (got 9)"),
+        (["--prompt-tokens", "100000"], "(got 100000)"),
+        (["--max-tokens", "0"], "--max-tokens must"),
     ],
     ids=str,
 )
-def test_a_mistake_is_one_line(
+def test_an_invalid_option_is_one_line(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["demo", *flags]) == 2

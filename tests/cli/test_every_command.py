@@ -1,4 +1,4 @@
-"""What holds for every command, found by walking the app: help, --json, exit codes."""
+"""Rules for all commands, found by walking the app: help, --json, exit codes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import typer
 
-from kvstore.cli import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_MISTAKE, build_app, main
+from kvstore.cli import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_USER_ERROR, build_app, main
 
 ROOT = Path(__file__).parents[2]
 SERVERS = {"serve", "engine"}
-"""They print no result: a line when they are ready, and a log."""
+"""They print no result, only a line when they are ready, and a log."""
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command that has none below it."""
+    """Yield every command without subcommands."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
@@ -37,7 +37,7 @@ def test_the_walk_finds_them() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - SERVERS))
-def test_results_can_be_had_as_json(name: str) -> None:
+def test_results_are_available_as_json(name: str) -> None:
     options = {word for param in ALL[tuple(name.split())].params for word in param.opts}
     assert "--json" in options
 
@@ -58,7 +58,7 @@ def test_help_explains_the_command_and_every_option(
 def test_an_unknown_option_is_one_line_and_exit_2(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*name.split(), "--no-such-option"]) == EXIT_MISTAKE
+    assert main([*name.split(), "--no-such-option"]) == EXIT_USER_ERROR
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("kvstore: ")
@@ -68,12 +68,13 @@ def test_an_unknown_option_is_one_line_and_exit_2(
 def test_exit_codes_are_documented() -> None:
     text = (ROOT / "docs" / "cli.md").read_text()
     documented = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)}
-    assert documented == {0, 1, EXIT_MISTAKE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE}
+    assert documented == {0, 1, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE}
 
 
-def test_whatever_exits_with_1_says_so_in_its_help() -> None:
-    """A command's own text is where its answers by exit code stand."""
+def test_a_command_that_exits_with_1_documents_it() -> None:
+    """A command's own help explains its exit codes."""
     folder = ROOT / "kvstore" / "cli"
     for name in ("verify", "pin", "ls", "clear"):
-        assert re.search(r"raise typer\.Exit\((EXIT_BAD|1)\)", (folder / f"{name}.py").read_text())
+        source = (folder / f"{name}.py").read_text()
+        assert re.search(r"raise typer\.Exit\((EXIT_CORRUPT|1)\)", source)
         assert re.search(r"\b1\b", ALL[(name,)].help), name

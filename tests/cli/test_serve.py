@@ -1,4 +1,4 @@
-"""`kvstore serve` and `kvstore stats` as commands: a ready line, and one line for each mistake."""
+"""`kvstore serve` and `kvstore stats` as commands: a ready line, and one line per error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_serve_from_ready_to_the_end(tmp_path: Path, number: int) -> None:
-    flags = ("--l2", "1MiB", "--slot", str(SLOT_BYTES), "--write-policy", "write_back")
+    flags = ("--l2", "1MiB", "--slot-bytes", str(SLOT_BYTES), "--write-policy", "write_back")
     flags += ("--disk", str(tmp_path / "disk"), "--disk-capacity", "16MiB", "--codec", "identity")
     port = free_port()
     with Sidecar(tmp_path / "kv.sock", *flags, port=port) as sidecar:
@@ -46,11 +46,11 @@ def test_serve_from_ready_to_the_end(tmp_path: Path, number: int) -> None:
             assert client.sync(10.0)
             sidecar.signal(number)
             assert sidecar.wait() == 0
-    assert sidecar.output == line  # the ready line, and nothing else
+    assert sidecar.output == line  # The ready line, and nothing else.
     assert not (tmp_path / "kv.sock").exists()
 
 
-def test_mistakes_of_one_line_and_exit_code_2(tmp_path: Path, running: ForkedSidecar) -> None:
+def test_an_error_is_one_line_and_exit_code_2(tmp_path: Path, running: ForkedSidecar) -> None:
     file = tmp_path / "file"
     file.touch()
     config = tmp_path / "bad.toml"
@@ -59,13 +59,13 @@ def test_mistakes_of_one_line_and_exit_code_2(tmp_path: Path, running: ForkedSid
     port = str(taken.getsockname()[1])
     mine = ("--socket", str(tmp_path / "mine.sock"), "--port", "0")
     for flags, words in (
-        (("--socket", running.socket, "--port", "0"), ["socket in use", "--socket"]),
-        (("--socket", str(file), "--port", "0"), ["no socket"]),
+        (("--socket", running.socket, "--port", "0"), ["already listens", "--socket"]),
+        (("--socket", str(file), "--port", "0"), ["not a socket"]),
         (("--socket", "/nonexistent/kv.sock", "--port", "0"), ["/nonexistent/kv.sock"]),
         (("--socket", str(tmp_path / ("x" * 200)), "--port", "0"), ["--socket"]),
         ((*mine[:2], "--port", port), [port, "--port"]),
         ((*mine, "--host", "nowhere.invalid"), ["nowhere.invalid"]),
-        ((*mine, "--l2", "64TiB", "--slot", "1GiB"), ["64 TiB", "available", "--l2"]),
+        ((*mine, "--l2", "64TiB", "--slot-bytes", "1GiB"), ["64 TiB", "available", "--l2"]),
         ((*mine, "--config", str(config)), ["'l2.bites'", "'bytes'"]),
         ((*mine, "--write-policy", "write_trough"), ["'write_trough'", "'write_through'"]),
         ((*mine, "--eviction", "mru"), ["'mru'"]),
@@ -86,10 +86,10 @@ def test_mistakes_of_one_line_and_exit_code_2(tmp_path: Path, running: ForkedSid
         assert out == ""
         assert not (tmp_path / "mine.sock").exists()
     taken.close()
-    assert running.stats()["l2"]["slots"] > 0  # it has not been disturbed
+    assert running.stats()["l2"]["slots"] > 0  # It is not affected.
 
 
-def test_a_dead_ones_socket_is_replaced(tmp_path: Path) -> None:
+def test_the_socket_of_a_dead_sidecar_is_replaced(tmp_path: Path) -> None:
     sidecar = ForkedSidecar(tmp_path)
     sidecar.kill()
     assert Path(sidecar.socket).exists()
@@ -98,7 +98,7 @@ def test_a_dead_ones_socket_is_replaced(tmp_path: Path) -> None:
     assert sidecar.stop() == 0
 
 
-def test_a_child_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_child_that_fails_reports_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ProcessFailed, match="unknown eviction"):
         Sidecar(tmp_path / "kv.sock", "--eviction", "mru").wait_ready()
 
@@ -122,7 +122,7 @@ def test_stats(tmp_path: Path, running: ForkedSidecar) -> None:
         assert "disk" in out
 
 
-def test_stats_of_nobody(tmp_path: Path) -> None:
+def test_stats_without_a_sidecar(tmp_path: Path) -> None:
     for where in (
         ("--socket", str(tmp_path / "none.sock")),
         ("--url", f"http://127.0.0.1:{free_port()}"),

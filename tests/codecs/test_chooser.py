@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvstore import codecs
 from kvstore.codecs.chooser import (
     GAIN,
-    IDENTITY,
+    UNCOMPRESSED_ID,
     MAX_NAMESPACES,
     MEASURED_READS,
     MEMORY_BLOCKS,
@@ -27,7 +27,7 @@ from kvstore.errors import ConfigError
 BLOCK = 2 << 20
 PLANES = "zstd-planes/2"
 BF16 = {
-    IDENTITY: (1.0, 10e9, 10e9),
+    UNCOMPRESSED_ID: (1.0, 10e9, 10e9),
     "zstd": (1.25, 800e6, 1.2e9),
     PLANES: (1.45, 650e6, 1.3e9),
 }
@@ -72,7 +72,7 @@ class World:
         """Write blocks and read each of them once; the codecs that were given."""
         given: Counter[str] = Counter()
         for _ in range(blocks):
-            name = chooser.next(namespace, "bfloat16", raw_bytes=BLOCK).name
+            name = chooser.next(namespace, "bfloat16", raw_bytes=BLOCK).frame_id
             given[name] += 1
             chooser.wrote(namespace, self.cost(name, write=True), 1)
             chooser.read(namespace, self.cost(name), self.readers)
@@ -87,14 +87,14 @@ def settled(world: World, chooser: Chooser, blocks: int = 400) -> str:
 
 def test_what_usually_pays_is_the_answer_until_reads_are_measured() -> None:
     chooser = Chooser()
-    given = Counter(chooser.next("n", "bfloat16", raw_bytes=BLOCK).name for _ in range(200))
-    assert given == {IDENTITY: TRIAL_BLOCKS, "zstd": TRIAL_BLOCKS, PLANES: 200 - 2 * TRIAL_BLOCKS}
+    given = Counter(chooser.next("n", "bfloat16", raw_bytes=BLOCK).frame_id for _ in range(200))
+    assert given == {UNCOMPRESSED_ID: TRIAL_BLOCKS, "zstd": TRIAL_BLOCKS, PLANES: 200 - 2 * TRIAL_BLOCKS}
     world = World(total=100e9, alone=100e9)
     for _ in range(MEASURED_READS - 1):
         chooser.read("n", world.cost(PLANES), 1)
-    assert chooser.next("n", "bfloat16", raw_bytes=BLOCK).name == PLANES
+    assert chooser.next("n", "bfloat16", raw_bytes=BLOCK).frame_id == PLANES
     chooser.read("n", world.cost(PLANES), 1)
-    assert chooser.next("n", "bfloat16", raw_bytes=BLOCK).name == IDENTITY
+    assert chooser.next("n", "bfloat16", raw_bytes=BLOCK).frame_id == UNCOMPRESSED_ID
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8_e4m3", "int8"])
@@ -102,23 +102,23 @@ def test_every_dtype_begins_with_its_default(dtype: str) -> None:
     chooser = Chooser()
     for _ in range(3 * TRIAL_BLOCKS):
         chooser.next("n", dtype, raw_bytes=BLOCK)
-    right = codecs.codec_for("auto", dtype).name
-    assert chooser.next("n", dtype, raw_bytes=BLOCK).name == right
+    right = codecs.codec_for("auto", dtype).frame_id
+    assert chooser.next("n", dtype, raw_bytes=BLOCK).frame_id == right
 
 
 @pytest.mark.parametrize(
     ("world", "right"),
     [
-        (World(total=5e9, alone=5e9), IDENTITY),
+        (World(total=5e9, alone=5e9), UNCOMPRESSED_ID),
         (World(total=100e6, alone=100e6), PLANES),
         # One reader: 1.45 times fewer bytes of 1 GB/s do not pay for decoding at 1.3 GB/s.
-        (World(total=1e9, alone=1e9), IDENTITY),
+        (World(total=1e9, alone=1e9), UNCOMPRESSED_ID),
         # Four readers wait for the same medium, and decode while others read.
         (World(total=1e9, alone=1e9, readers=4), PLANES),
         # A medium so fast that only the one core would be waited for.
-        (World(total=3e9, alone=1e9, readers=4, cores=1), IDENTITY),
+        (World(total=3e9, alone=1e9, readers=4, cores=1), UNCOMPRESSED_ID),
         # Every reader gets the same, however many there are: its own sum decides.
-        (World(total=8e9, alone=1e9, readers=8), IDENTITY),
+        (World(total=8e9, alone=1e9, readers=8), UNCOMPRESSED_ID),
     ],
 )
 def test_the_codec_that_is_soonest_back_is_chosen(world: World, right: str) -> None:
@@ -131,7 +131,7 @@ def test_blocks_that_repeat_themselves_get_plain_zstd() -> None:
 
 
 def test_blocks_that_no_codec_shrinks_are_kept_as_they_are() -> None:
-    noise = {IDENTITY: BF16[IDENTITY], "zstd": (1.0, 5e9, 10e9), PLANES: (1.0, 2e9, 10e9)}
+    noise = {UNCOMPRESSED_ID: BF16[UNCOMPRESSED_ID], "zstd": (1.0, 5e9, 10e9), PLANES: (1.0, 2e9, 10e9)}
     world = World(total=100e6, alone=100e6, codecs=noise)
     chooser = Chooser()
     world.live(chooser, 100)
@@ -176,7 +176,7 @@ def test_noise_does_not_make_it_change_its_mind() -> None:
     assert int(shown["changed"]) <= 1
 
 
-@pytest.mark.parametrize(("gain", "right"), [(GAIN / 2, PLANES), (GAIN * 1.5, IDENTITY)])
+@pytest.mark.parametrize(("gain", "right"), [(GAIN / 2, PLANES), (GAIN * 1.5, UNCOMPRESSED_ID)])
 def test_a_change_needs_a_gain(gain: float, right: str) -> None:
     """From what usually pays to identity, which is sooner by this much."""
     world = World(total=1e9, alone=1e9)
@@ -189,18 +189,18 @@ def test_a_change_needs_a_gain(gain: float, right: str) -> None:
 def test_a_medium_that_changes_is_followed() -> None:
     world = World(total=5e9, alone=5e9)
     chooser = Chooser()
-    assert settled(world, chooser) == IDENTITY
+    assert settled(world, chooser) == UNCOMPRESSED_ID
     world.total = world.alone = 50e6
     assert settled(world, chooser, 4 * MEMORY_BLOCKS) == PLANES
     world.total = world.alone = 5e9
-    assert settled(world, chooser, 8 * MEMORY_BLOCKS) == IDENTITY
+    assert settled(world, chooser, 8 * MEMORY_BLOCKS) == UNCOMPRESSED_ID
 
 
 def test_blocks_that_change_are_noticed_by_the_rare_check() -> None:
     """Identity was right; from now on the blocks shrink a hundred times."""
     world = World(total=1e9, alone=1e9)
     chooser = Chooser()
-    assert settled(world, chooser) == IDENTITY
+    assert settled(world, chooser) == UNCOMPRESSED_ID
     world.codecs["zstd"] = (100.0, 5e9, 10e9)
     assert settled(world, chooser, 12 * RECHECK_BLOCKS) == "zstd"
 
@@ -210,7 +210,7 @@ def test_looking_at_others_is_rare() -> None:
     chooser = Chooser()
     world.live(chooser, 1000)
     given = world.live(chooser, 10 * RECHECK_BLOCKS)
-    assert sum(given.values()) - given[IDENTITY] == 10
+    assert sum(given.values()) - given[UNCOMPRESSED_ID] == 10
     assert given["zstd"] == given[PLANES] == 5
 
 
@@ -220,26 +220,26 @@ def test_encoding_counts_only_while_writes_cannot_keep_up() -> None:
     assert settled(world, chooser) == PLANES
     quick = World(total=5e9, alone=5e9)
     for _ in range(3 * MEMORY_BLOCKS):
-        chooser.wrote("n", quick.cost(IDENTITY, write=True), 1)
+        chooser.wrote("n", quick.cost(UNCOMPRESSED_ID, write=True), 1)
     crowded = [
-        chooser.next("n", "bfloat16", raw_bytes=BLOCK, crowded=True).name for _ in range(600)
+        chooser.next("n", "bfloat16", raw_bytes=BLOCK, crowded=True).frame_id for _ in range(600)
     ]
-    assert set(crowded) == {IDENTITY}
-    assert chooser.next("n", "bfloat16", raw_bytes=BLOCK).name == PLANES
+    assert set(crowded) == {UNCOMPRESSED_ID}
+    assert chooser.next("n", "bfloat16", raw_bytes=BLOCK).frame_id == PLANES
 
 
 def test_crowded_writes_to_a_slow_medium_are_encoded() -> None:
     world = World(total=50e6, alone=50e6)
     chooser = Chooser()
     world.live(chooser, 50)
-    assert chooser.next("n", "bfloat16", raw_bytes=BLOCK, crowded=True).name == PLANES
+    assert chooser.next("n", "bfloat16", raw_bytes=BLOCK, crowded=True).frame_id == PLANES
 
 
 def test_before_a_write_is_measured_a_crowd_changes_nothing() -> None:
     chooser = Chooser()
     for _ in range(3 * TRIAL_BLOCKS):
         chooser.next("n", "bfloat16", raw_bytes=BLOCK)
-    assert chooser.next("n", "bfloat16", raw_bytes=BLOCK, crowded=True).name == PLANES
+    assert chooser.next("n", "bfloat16", raw_bytes=BLOCK, crowded=True).frame_id == PLANES
 
 
 def test_namespaces_are_apart_and_share_the_medium() -> None:
@@ -247,7 +247,7 @@ def test_namespaces_are_apart_and_share_the_medium() -> None:
     chooser = Chooser()
     assert settled(world, chooser) == PLANES
     flat = World(total=100e6, alone=100e6, codecs=dict.fromkeys(BF16, (1.0, 5e9, 1e9)))
-    flat.codecs[IDENTITY] = BF16[IDENTITY]
+    flat.codecs[UNCOMPRESSED_ID] = BF16[UNCOMPRESSED_ID]
     flat.live(chooser, 100, namespace="flat")
     shown = chooser.stats()
     assert (shown["n"]["ratio"], shown["flat"]["ratio"]) == (pytest.approx(1.45, 0.01), 1.0)
@@ -259,7 +259,7 @@ def test_a_kind_that_is_named_is_never_left() -> None:
     chooser = Chooser("zstd-planes")
     assert set(world.live(chooser, 300)) == {PLANES}
     assert not chooser.keeps_raw("n")
-    assert Chooser(IDENTITY).keeps_raw("any")
+    assert Chooser(UNCOMPRESSED_ID).keeps_raw("any")
     with pytest.raises(ConfigError, match="zstd"):
         Chooser("zsdt")
 
@@ -268,7 +268,7 @@ def test_whether_blocks_lie_as_they_are_follows_the_choice() -> None:
     world = World(total=5e9, alone=5e9)
     chooser = Chooser()
     assert not chooser.keeps_raw("n")
-    assert settled(world, chooser) == IDENTITY
+    assert settled(world, chooser) == UNCOMPRESSED_ID
     assert chooser.keeps_raw("n")
 
 
@@ -294,7 +294,7 @@ def test_namespaces_are_bounded() -> None:
     st.lists(
         st.tuples(
             st.sampled_from(["next", "crowded", "wrote", "read"]),
-            st.sampled_from([IDENTITY, "zstd", PLANES, "zstd-planes/4", "else"]),
+            st.sampled_from([UNCOMPRESSED_ID, "zstd", PLANES, "zstd-planes/4", "else"]),
             st.integers(1, 1 << 30),
             st.integers(1, 1 << 30),
             st.floats(0, 1e3),
@@ -319,5 +319,5 @@ def test_any_history_has_an_answer(
         else:
             crowded = what == "crowded"
             given = chooser.next("n", "bfloat16", raw_bytes=raw, crowded=crowded)
-            assert given.name in BF16
+            assert given.frame_id in BF16
     chooser.stats()

@@ -18,33 +18,33 @@ from kvstore.testing.codec_suite import CodecSuite
 
 class TestIdentity(CodecSuite):
     def codec(self) -> Codec:
-        return codecs.open("identity")
+        return codecs.codec_by_frame_id("identity")
 
 
 class TestZstdPlanes1(CodecSuite):
     def codec(self) -> Codec:
-        return codecs.open("zstd-planes/1")
+        return codecs.codec_by_frame_id("zstd-planes/1")
 
 
 class TestZstdPlanes2(CodecSuite):
     largest = 700_000
 
     def codec(self) -> Codec:
-        return codecs.open("zstd-planes/2")
+        return codecs.codec_by_frame_id("zstd-planes/2")
 
 
 class TestZstdPlanes4(CodecSuite):
     largest = 1_200_000
 
     def codec(self) -> Codec:
-        return codecs.open("zstd-planes/4")
+        return codecs.codec_by_frame_id("zstd-planes/4")
 
 
 class TestZstd(CodecSuite):
     largest = 1_200_000
 
     def codec(self) -> Codec:
-        return codecs.open("zstd")
+        return codecs.codec_by_frame_id("zstd")
 
 
 def kv_like(elements: int, seed: int = 0) -> np.ndarray:
@@ -84,12 +84,12 @@ def test_kv_shrinks_and_comes_back(dtype: str, least: float) -> None:
 @pytest.mark.parametrize("name", ["zstd", "zstd-planes/1", "zstd-planes/2", "zstd-planes/4"])
 def test_noise_is_bypassed(name: str) -> None:
     noise = np.random.default_rng(0).bytes(600_000)
-    assert encoded(codecs.open(name), memoryview(noise)) == b""
+    assert encoded(codecs.codec_by_frame_id(name), memoryview(noise)) == b""
 
 
 def test_a_zstd_bomb_is_refused() -> None:
     """A plane that would decompress to more than its slice."""
-    codec = codecs.open("zstd-planes/2")
+    codec = codecs.codec_by_frame_id("zstd-planes/2")
     large, small = bytes(8 * SLICE_ELEMENTS), bytes(2000)
     stored, honest = encoded(codec, memoryview(large)), encoded(codec, memoryview(small))
     count = 4 * 2
@@ -105,7 +105,7 @@ def test_a_zstd_bomb_is_refused() -> None:
 
 def test_what_is_not_one_whole_zstd_frame_is_refused() -> None:
     """More or fewer bytes than the head says, a second frame, junk behind it, another head."""
-    codec = codecs.open("zstd")
+    codec = codecs.codec_by_frame_id("zstd")
     stored = encoded(codec, memoryview(bytes(100_000)))
     body = stored[8:]
     back = memoryview(bytearray(200_000))
@@ -127,7 +127,7 @@ def test_what_is_not_one_whole_zstd_frame_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["zstd", "zstd-planes/2"])
 def test_threads_share_a_codec(name: str) -> None:
-    codec = codecs.open(name)
+    codec = codecs.codec_by_frame_id(name)
     blocks = [bf16(kv_like(SLICE_ELEMENTS + 64 * n, seed=n)) for n in range(4)]
     start = threading.Barrier(4)
 
@@ -146,15 +146,15 @@ def test_threads_share_a_codec(name: str) -> None:
 
 
 def test_names_say_all_that_decoding_needs() -> None:
-    assert codecs.codec_for("auto", "bfloat16").name == "zstd-planes/2"
-    assert codecs.codec_for("auto", "float32").name == "zstd-planes/4"
-    assert codecs.codec_for("zstd-planes", "fp8_e4m3").name == "zstd-planes/1"
-    assert codecs.codec_for("zstd", "int8").name == "zstd"
-    assert codecs.codec_for("identity", "float16").name == "identity"
+    assert codecs.codec_for("auto", "bfloat16").frame_id == "zstd-planes/2"
+    assert codecs.codec_for("auto", "float32").frame_id == "zstd-planes/4"
+    assert codecs.codec_for("zstd-planes", "fp8_e4m3").frame_id == "zstd-planes/1"
+    assert codecs.codec_for("zstd", "int8").frame_id == "zstd"
+    assert codecs.codec_for("identity", "float16").frame_id == "identity"
     block = bf16(kv_like(6400))
     stored = encoded(codecs.codec_for("auto", "bfloat16"), block)
     back = bytearray(len(block))
-    codecs.open("zstd-planes/2").decode(memoryview(stored), memoryview(back))
+    codecs.codec_by_frame_id("zstd-planes/2").decode(memoryview(stored), memoryview(back))
     assert back == block
 
 
@@ -174,7 +174,7 @@ def test_names_say_all_that_decoding_needs() -> None:
 )
 def test_a_name_from_a_frame_that_is_none_of_ours_is_frame_invalid(name: str) -> None:
     with pytest.raises(FrameInvalid):
-        codecs.open(name)
+        codecs.codec_by_frame_id(name)
 
 
 def test_a_users_mistake_is_one_line_with_the_nearest_name() -> None:
@@ -189,4 +189,4 @@ def test_a_users_mistake_is_one_line_with_the_nearest_name() -> None:
 @pytest.fixture(autouse=True)
 def no_codec_is_kept() -> Iterator[None]:
     yield
-    codecs.open.cache_clear()
+    codecs.codec_by_frame_id.cache_clear()

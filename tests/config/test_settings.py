@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from kvstore.config.settings import Section, Settings, nearest, parse_ms, validated
+from kvstore.config.settings import Section, Settings, suggest, validate
+from kvstore.config.units import parse_ms
 from kvstore.errors import ConfigError
 
 MAX_KNOBS = 45
@@ -25,9 +26,9 @@ directory = "/somewhere"
 capacity = "50GiB"
 
 [limits]
-tier_deadline_ms = "1.5s"
+tier_timeout = "1.5s"
 
-[server.tokens]
+[server.auth_tokens]
 secret = "team-a"
 """
 
@@ -43,27 +44,27 @@ def test_defaults() -> None:
     settings = Settings.load()
     assert settings.l2.bytes == 1 << 30
     assert settings.tiers == ()
-    assert settings.server.tokens == {}
+    assert settings.server.auth_tokens == {}
 
 
 def test_later_sources_win(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings.load(file)
     assert (settings.l2.bytes, settings.l2.slot_bytes) == (4 << 30, 1 << 20)
-    assert settings.limits.tier_deadline_ms == 1500.0
-    assert settings.server.tokens == {"secret": "team-a"}
+    assert settings.limits.tier_timeout == 1500.0
+    assert settings.server.auth_tokens == {"secret": "team-a"}
     [tier] = settings.tiers
     assert (tier.label, tier.codec) == ("disk", "auto")
     assert tier.model_extra == {"directory": "/somewhere", "capacity": "50GiB"}
 
     monkeypatch.setenv("KVSTORE_L2__BYTES", "2GiB")
     monkeypatch.setenv("KVSTORE_SERVER__PORT", "9000")
-    monkeypatch.setenv("KVSTORE_TIERS", '[{"kind": "memory", "codec": "identity"}]')
+    monkeypatch.setenv("KVSTORE_TIERS", '[{"kind": "memory", "codec": "none"}]')
     settings = Settings.load(file)
     assert (settings.l2.bytes, settings.l2.slot_bytes) == (2 << 30, 1 << 20)
     assert settings.server.port == 9000
-    assert [(tier.kind, tier.codec) for tier in settings.tiers] == [("memory", "identity")]
+    assert [(tier.kind, tier.codec) for tier in settings.tiers] == [("memory", "none")]
     # A table is laid over the lower source's, key by key.
-    assert settings.server.tokens == {"secret": "team-a"}
+    assert settings.server.auth_tokens == {"secret": "team-a"}
 
     settings = Settings.load(file, {"l2": {"bytes": "3GiB"}, "server": {"port": 1}})
     assert (settings.l2.bytes, settings.l2.slot_bytes) == (3 << 30, 1 << 20)
@@ -84,12 +85,12 @@ def test_the_tree_is_frozen(file: Path) -> None:
     [
         ({"l2": {"bites": 1}}, ["unknown key 'l2.bites'", "'bytes'"]),
         ({"L2": {}}, ["unknown key 'L2'", "l2"]),
-        ({"limits": {"client": 1}}, ["unknown key 'limits.client'", "'clients'"]),
+        ({"limits": {"max_client": 1}}, ["unknown key 'limits.max_client'", "'max_clients'"]),
         ({"l2": {"bytes": "4 GiX"}}, ["l2.bytes", "'4 GiX'"]),
         ({"l2": {"bytes": 5}}, ["l2.bytes", "4096"]),
         ({"l2": {"huge_pages": 3}}, ["l2.huge_pages", "3"]),
-        ({"prefetch": {"cap_ms": "2 parsecs"}}, ["prefetch.cap_ms", "2 parsecs"]),
-        ({"prefetch": {"cap_ms": -1}}, ["prefetch.cap_ms", "-1"]),
+        ({"prefetch": {"max_wait": "2 parsecs"}}, ["prefetch.max_wait", "2 parsecs"]),
+        ({"prefetch": {"max_wait": -1}}, ["prefetch.max_wait", "-1"]),
         ({"server": {"port": 70_000}}, ["server.port", "70000"]),
         ({"write": "through"}, ["write", "'through'"]),
         ({"tiers": [{"kind": "disk"}, {"name": "x"}]}, ["missing key 'tiers.1.kind'"]),
@@ -134,10 +135,10 @@ def test_a_file_that_is_no_toml(tmp_path: Path, text: bytes) -> None:
 
 
 def test_secrets_are_not_shown(file: Path) -> None:
-    settings = Settings.load(file, {"server": {"admin_token": "very secret"}})
+    settings = Settings.load(file, {"server": {"admin_auth_token": "very secret"}})
     assert "secret" not in repr(settings)
     with pytest.raises(ConfigError) as caught:
-        Settings.load(None, {"server": {"tokens": {"very secret": ["hush"]}}})
+        Settings.load(None, {"server": {"auth_tokens": {"very secret": ["hush"]}}})
     assert "secret" not in str(caught.value)
     assert "hush" not in str(caught.value)
 
@@ -156,21 +157,21 @@ def test_times_that_are_none(text: Any) -> None:
 
 
 def test_nearest() -> None:
-    assert nearest("bites", ["bytes", "slots"]) == "did you mean 'bytes'?"
-    assert nearest("zzz", ["bytes", "slots"]) == "known: bytes, slots"
+    assert suggest("bites", ["bytes", "slots"]) == "did you mean 'bytes'?"
+    assert suggest("zzz", ["bytes", "slots"]) == "known: bytes, slots"
 
 
 def test_a_tiers_own_part_is_told_apart_the_same_way() -> None:
     class Config(Section):
         directory: str
 
-    assert validated(Config, {"directory": "x"}, "tiers.0").directory == "x"
+    assert validate(Config, {"directory": "x"}, "tiers.0").directory == "x"
     with pytest.raises(ConfigError, match=r"unknown key 'tiers\.0\.folder'.*directory"):
-        validated(Config, {"directory": "x", "folder": "y"}, "tiers.0")
+        validate(Config, {"directory": "x", "folder": "y"}, "tiers.0")
     with pytest.raises(ConfigError, match=r"missing key 'tiers\.0\.directory'"):
-        validated(Config, {}, "tiers.0")
+        validate(Config, {}, "tiers.0")
     with pytest.raises(ConfigError, match=r"'tiers\.0\.directroy'; did you mean 'directory'"):
-        validated(Config, {"directroy": "x"}, "tiers.0")
+        validate(Config, {"directroy": "x"}, "tiers.0")
 
 
 def knobs(model: type[BaseModel]) -> Iterator[str]:

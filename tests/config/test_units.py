@@ -33,7 +33,7 @@ def test_sizes(text: str | int, size: int | None) -> None:
     "text", ["", "GiB", "-1", "1 GiBB", "1e9", "1.5", "1,5GiB", "0x10", "1..5MB", "8192PiB", "٣GiB"]
 )
 def test_what_is_no_size_is_one_line(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size") as caught:
+    with pytest.raises(ConfigError, match="invalid size") as caught:
         parse_bytes(text)
     assert "\n" not in str(caught.value)
     assert repr(text) in str(caught.value)
@@ -72,5 +72,5 @@ def test_durations(text: str | int, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "soon", "1w", "-1s", "1s2"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no duration"):
+    with pytest.raises(ConfigError, match="invalid duration"):
         parse_duration_s(text)

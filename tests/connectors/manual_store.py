@@ -1,7 +1,7 @@
-"""A `BlockStore` that answers when it is told to: late, in parts, with a fault, or never.
+"""A `BlockStore` that the test controls: it answers late, in parts, with an error, or never.
 
-Held to the contract of `verbs`: a slot belongs to one ticket at a time, tickets go back exactly
-once, and what is granted to a ticket that went back is freed at once.
+It checks the contract of `interface`: a slot belongs to one operation at a time, and an operation
+is released exactly once. A slot assigned to a released operation is freed at once.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from kvstore.blocks.key import Namespace
 from kvstore.errors import StoreClosed
-from kvstore.interface import Load, Match, Save, Ticket
+from kvstore.interface import Load, Match, Operation, Save
 
 
 class ManualClock:
-    """Seconds that pass when the test says so."""
+    """A clock in seconds that the test advances."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -41,9 +41,9 @@ class ManualSlab:
 
 
 class ManualStore:
-    """A dict of blocks behind tickets.
+    """A dict of blocks as a store.
 
-    auto: verbs that answer at once ("match", "load", "save"); the others wait for `answer`.
+    auto: operations answered at once ("match", "load", "save"); the others wait for `answer`.
     """
 
     def __init__(self, namespace: Namespace, slots: int, auto: Sequence[str] = ()) -> None:
@@ -51,12 +51,12 @@ class ManualStore:
         self.auto = set(auto)
         self.slab: ManualSlab | None = ManualSlab(slots, namespace.block_bytes + 64)
         self.blocks: dict[bytes, tuple[str, bytes]] = {}
-        self.open: dict[int, Ticket] = {}
+        self.open: dict[int, Operation] = {}
         self.free = list(range(slots))
         self.slabs: dict[int, ManualSlab] = {}
-        self.asked: list[Ticket] = []
+        self.operations: list[Operation] = []
         self.raising = False
-        self._moved: dict[int, Ticket] = {}
+        self._updated: dict[int, Operation] = {}
         self._next_id = 0
 
     @property
@@ -68,57 +68,57 @@ class ManualStore:
         self.blocks[block_hash] = (tier, data)
 
     def last(self, kind: type) -> Any:
-        """The newest ticket of a kind."""
-        return [ticket for ticket in self.asked if isinstance(ticket, kind)][-1]
+        """The last operation of a kind."""
+        return [operation for operation in self.operations if isinstance(operation, kind)][-1]
 
     # Answers.
 
-    def answer(self, ticket: Any, *, blocks: int | None = None, done: bool = True) -> None:
-        """Let a ticket grow to `blocks` blocks (all it can have when None)."""
-        if isinstance(ticket, Match):
-            run = self._run(ticket.hashes)
-            ticket.tiers = [self.blocks[key][0] for key in run[:blocks]]
-        elif isinstance(ticket, Load):
-            for key in self._run(ticket.hashes)[len(ticket.slots) : blocks]:
-                self._fill(ticket, key)
+    def answer(self, operation: Any, *, blocks: int | None = None, done: bool = True) -> None:
+        """Extend an operation to `blocks` blocks; None: to all that it can have."""
+        if isinstance(operation, Match):
+            prefix = self._stored_prefix(operation.hashes)
+            operation.tiers = [self.blocks[key][0] for key in prefix[:blocks]]
+        elif isinstance(operation, Load):
+            for key in self._stored_prefix(operation.hashes)[len(operation.slots) : blocks]:
+                self._fill(operation, key)
         else:
-            self._grant(ticket, blocks)
-        self.end(ticket, done=done)
+            self._assign_slots(operation, blocks)
+        self.end(operation, done=done)
 
-    def end(self, ticket: Ticket, *, fault: str = "", done: bool = True) -> None:
-        ticket.fault = fault
-        ticket.done = done
-        self._moved[ticket.ticket_id] = ticket
+    def end(self, operation: Operation, *, fault: str = "", done: bool = True) -> None:
+        operation.fault = fault
+        operation.done = done
+        self._updated[operation.operation_id] = operation
 
-    def _run(self, hashes: Sequence[bytes]) -> list[bytes]:
-        run = []
+    def _stored_prefix(self, hashes: Sequence[bytes]) -> list[bytes]:
+        prefix = []
         for key in hashes:
             if key not in self.blocks:
                 break
-            run.append(key)
-        return run
+            prefix.append(key)
+        return prefix
 
-    def _fill(self, ticket: Load, key: bytes) -> None:
-        if ticket.ticket_id not in self.open or not self.free:
-            return  # handed back meanwhile: goes to nobody
+    def _fill(self, operation: Load, key: bytes) -> None:
+        if operation.operation_id not in self.open or not self.free:
+            return  # released meanwhile
         tier, data = self.blocks[key]
         slot = self.free.pop()
-        self.slabs[ticket.ticket_id].view(slot)[: len(data)] = data
-        ticket.tiers.append(tier)
-        ticket.slots.append(slot)
+        self.slabs[operation.operation_id].view(slot)[: len(data)] = data
+        operation.tiers.append(tier)
+        operation.slots.append(slot)
 
-    def _grant(self, ticket: Save, blocks: int | None) -> None:
-        granted = 0
-        for index, key in enumerate(ticket.hashes):
-            if key in self.blocks or granted == blocks:
+    def _assign_slots(self, operation: Save, blocks: int | None) -> None:
+        assigned = 0
+        for index, key in enumerate(operation.hashes):
+            if key in self.blocks or assigned == blocks:
                 continue
-            if ticket.ticket_id not in self.open or not self.free:
-                ticket.dropped += 1
+            if operation.operation_id not in self.open or not self.free:
+                operation.dropped += 1
                 continue
-            ticket.grants.append((index, self.free.pop()))
-            granted += 1
+            operation.slot_assignments.append((index, self.free.pop()))
+            assigned += 1
 
-    # Verbs.
+    # Operations.
 
     def match(self, hashes: Sequence[bytes]) -> Match:
         return self._new(Match, hashes, "match")
@@ -129,55 +129,55 @@ class ManualStore:
     def save(self, hashes: Sequence[bytes]) -> Save:
         return self._new(Save, hashes, "save")
 
-    def _new(self, kind: Any, hashes: Sequence[bytes], verb: str) -> Any:
+    def _new(self, kind: Any, hashes: Sequence[bytes], call: str) -> Any:
         if self.raising:
             raise StoreClosed("the store is gone")
         self._next_id += 1
-        ticket = kind(self._next_id, hashes)
-        self.asked.append(ticket)
+        operation = kind(self._next_id, hashes)
+        self.operations.append(operation)
         if kind is not Match:
-            self.open[ticket.ticket_id] = ticket
+            self.open[operation.operation_id] = operation
             assert self.slab is not None
-            self.slabs[ticket.ticket_id] = self.slab
-        if verb in self.auto:
-            self.answer(ticket)
-        return ticket
+            self.slabs[operation.operation_id] = self.slab
+        if call in self.auto:
+            self.answer(operation)
+        return operation
 
-    def slab_of(self, ticket: Load | Save) -> ManualSlab:
-        return self.slabs[ticket.ticket_id]
+    def slab_of(self, operation: Load | Save) -> ManualSlab:
+        return self.slabs[operation.operation_id]
 
     def commit(self, save: Save) -> None:
-        for index, slot in save.grants:
+        for index, slot in save.slot_assignments:
             view = self.slab_of(save).view(slot)[: self.namespace.block_bytes]
             self.blocks.setdefault(save.hashes[index], ("l2", bytes(view)))
-        self._hand_back(save, [slot for _, slot in save.grants])
+        self._release(save, [slot for _, slot in save.slot_assignments])
 
-    def release(self, ticket: Load | Save) -> None:
-        if isinstance(ticket, Load):
-            self._hand_back(ticket, ticket.slots)
+    def release(self, operation: Load | Save) -> None:
+        if isinstance(operation, Load):
+            self._release(operation, operation.slots)
         else:
-            self._hand_back(ticket, [slot for _, slot in ticket.grants])
+            self._release(operation, [slot for _, slot in operation.slot_assignments])
 
-    def _hand_back(self, ticket: Load | Save, slots: Sequence[int]) -> None:
-        assert ticket.ticket_id in self.open, "a ticket goes back exactly once"
-        del self.open[ticket.ticket_id]
-        if self.slabs.pop(ticket.ticket_id) is self.slab:
+    def _release(self, operation: Load | Save, slots: Sequence[int]) -> None:
+        assert operation.operation_id in self.open, "an operation is released exactly once"
+        del self.open[operation.operation_id]
+        if self.slabs.pop(operation.operation_id) is self.slab:
             assert not set(slots) & set(self.free)
             self.free.extend(slots)
 
     def reconnect(self) -> None:
-        """Another slab; tickets of the old one end with a fault and keep their slots there."""
+        """Replace the slab. Open operations end with an error and keep their old slots."""
         assert self.slab is not None
-        for ticket in self.open.values():
-            self.end(ticket, fault="the connection was lost")
+        for operation in self.open.values():
+            self.end(operation, fault="the connection was lost")
         self.slab = ManualSlab(self.slab.slots, self.slab.slot_bytes)
         self.free = list(range(self.slab.slots))
 
-    def poll(self, timeout_s: float = 0.0) -> list[Ticket]:
+    def poll(self, timeout_s: float = 0.0) -> list[Operation]:
         if self.raising:
             raise StoreClosed("the store is gone")
-        moved, self._moved = list(self._moved.values()), {}
-        return moved
+        updated, self._updated = list(self._updated.values()), {}
+        return updated
 
     def stats(self) -> dict[str, Any]:
         return {}
@@ -186,7 +186,7 @@ class ManualStore:
         assert not self.open
 
     def check_idle(self) -> None:
-        """Every ticket went back and every slot is free."""
+        """Check that every operation is released and every slot is free."""
         assert not self.open
         assert self.slab is not None
         assert sorted(self.free) == list(range(self.slab.slots))

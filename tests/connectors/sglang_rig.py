@@ -1,4 +1,4 @@
-"""What the tests of the SGLang backend share: host memory of its shapes, and ranks over a sidecar.
+"""Shared by the tests of the SGLang backend: host memory of its shapes, and ranks over a sidecar.
 
 `HostMemory` has the attributes and calls of SGLang's MHA host pool over a real tensor, so that the
 tests run where no SGLang is installed; tests/engines/sglang runs the backend over the real one.
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from sidecar_rig import ForkedSidecar
 
-from kvstore.connectors.sglang.page_pools import KV, Shelves
+from kvstore.connectors.sglang.page_pools import KV, PagePools
 from kvstore.connectors.sglang.settings import BackendSettings, backend_settings
 
 torch.set_num_threads(1)
 
 LAYERS, TOKENS, HEADS, WIDTH = 2, 4, 2, 64
-"""Of a pool: a page of bfloat16 has 4,096 bytes."""
+"""Geometry of a pool: a page of bfloat16 has 4,096 bytes."""
 PAGE_BYTES = LAYERS * TOKENS * HEADS * WIDTH * 2 * 2
 LAYOUTS = ("page_first", "page_first_direct", "layer_first")
 
@@ -51,7 +51,7 @@ class HostMemory:
         self.kv_buffer = torch.zeros(shape, dtype=dtype)
 
     def fill(self, seed: int) -> None:
-        """Other bytes in every page."""
+        """Write random bytes to every page."""
         noise = torch.Generator().manual_seed(seed)
         raw = self.kv_buffer.view(torch.uint8)
         raw.copy_(torch.randint(0, 256, raw.shape, generator=noise, dtype=torch.uint8))
@@ -66,7 +66,7 @@ class HostMemory:
         return self.get_data_page(number * self.page_size).view(torch.uint8).numpy().tobytes()
 
     def overwrite(self, number: int, data: bytes) -> None:
-        """Give a page these bytes."""
+        """Write these bytes to a page."""
         raw = torch.frombuffer(bytearray(data), dtype=self.dtype)
         self.set_from_flat_data_page(number * self.page_size, raw)
 
@@ -126,16 +126,16 @@ def config(**changed: Any) -> Any:
 
 
 def settings(socket: str = "", **changed: Any) -> BackendSettings:
-    """Deadlines are hang guards where a test is not about them."""
-    deadline = {"base_ms": 60_000, "cap_ms": 60_000}
+    """Settings whose max_wait only guards against hangs, unless a test changes it."""
+    max_wait = {"base": 60_000, "max": 60_000}
     where = {"socket": socket} if socket else {}
-    return backend_settings({"deadline": deadline, "copy_threads": 2, **where, **changed})
+    return backend_settings({"max_wait": max_wait, "copy_threads": 2, **where, **changed})
 
 
 class Rank:
-    """One rank of a server: its host memory, and its shelves over a sidecar (or its own store).
+    """One rank of a server: its host memory, and its page pools over a store.
 
-    name: model. changed: of the storage config.
+    changed: fields of the storage config.
     """
 
     def __init__(
@@ -149,33 +149,33 @@ class Rank:
         **changed: Any,
     ) -> None:
         self.host = host
-        self.shelves = Shelves(
+        self.page_pools = PagePools(
             chosen, config(**changed), zero_copy=zero_copy, model=model, revision=revision
         )
-        self.shelves.add(host, KV)
+        self.page_pools.add_host_pool(host, KV)
         self.zero_copy = zero_copy
 
-    def run(self, keys: Sequence[str]) -> int:
-        return self.shelves.run(keys)
+    def cached_prefix_len(self, keys: Sequence[str]) -> int:
+        return self.page_pools.cached_prefix_len(keys)
 
     def set(self, keys: Sequence[str], pages: Sequence[int]) -> list[bool]:
         if self.zero_copy:
-            return self.shelves.set_addressed(KV, keys, self.host.indices(pages))
+            return self.page_pools.set_addressed(KV, keys, self.host.indices(pages))
         values = [self.host.get_data_page(page * self.host.page_size) for page in pages]
-        return self.shelves.set_flat(keys, values)
+        return self.page_pools.set_flat(keys, values)
 
     def get(self, keys: Sequence[str], pages: Sequence[int]) -> list[bool]:
         if self.zero_copy:
-            return self.shelves.get_addressed(KV, keys, self.host.indices(pages))
+            return self.page_pools.get_addressed(KV, keys, self.host.indices(pages))
         targets = [self.host.get_dummy_flat_data_page() for _ in pages]
-        got = self.shelves.get_flat(keys, targets)
-        for page, target, came in zip(pages, targets, got, strict=True):
-            if came:
+        got = self.page_pools.get_flat(keys, targets)
+        for page, target, is_loaded in zip(pages, targets, got, strict=True):
+            if is_loaded:
                 self.host.set_from_flat_data_page(page * self.host.page_size, target)
         return got
 
     def close(self) -> None:
-        self.shelves.close()
+        self.page_pools.close()
 
     def __enter__(self) -> Rank:
         return self
@@ -185,24 +185,24 @@ class Rank:
 
 
 def keys_of(name: str, count: int) -> list[str]:
-    """A chain of keys as SGLang writes them: 64 hex digits."""
+    """Keys in the form of SGLang's: 64 hex digits."""
     return [hashlib.sha256(f"{name} {number}".encode()).hexdigest() for number in range(count)]
 
 
 def slots(count: int) -> dict[str, Any]:
-    """Overrides: a slab of this many pages."""
+    """Overrides for a slab of this many pages."""
     return {"l2": {"bytes": count * PAGE_BYTES, "slot_bytes": PAGE_BYTES}}
 
 
 def flush(sidecar: ForkedSidecar) -> None:
-    """Wait until everything is in the tiers below."""
+    """Wait until all blocks are written to the tiers below."""
     request = urllib.request.Request(f"{sidecar.url}/v1/flush", method="POST")
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert json.load(answer) == {"flushed": True}
 
 
 def clear(sidecar: ForkedSidecar, tier: str) -> None:
-    """Empty a tier."""
+    """Clear a tier."""
     request = urllib.request.Request(f"{sidecar.url}/v1/clear?tier={tier}", method="POST")
     with urllib.request.urlopen(request, timeout=60) as answer:
         assert json.load(answer) == {"cleared": tier}

@@ -1,4 +1,4 @@
-"""In which order the copies of a connector run."""
+"""The order in which the copies of a connector run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.connectors.common.copy_thread import (
     CopyThread,
     Direction,
 )
-from kvstore.interface import SlotBuffer
+from kvstore.interface import SlabView
 from kvstore.kernels import FINISHED, Event
 
 GATHER, SCATTER = Direction.GATHER, Direction.SCATTER
@@ -31,7 +31,7 @@ class SlowCopier:
     go: threading.Event = field(default_factory=threading.Event)
     ran: list[int] = field(default_factory=list)
 
-    def map_slab(self, slab: SlotBuffer) -> None:
+    def map_slab(self, slab: SlabView) -> None:
         return None
 
     def mark(self) -> Event:
@@ -55,7 +55,7 @@ class Rig:
         self.copies = CopyThread(self.copier)  # type: ignore[arg-type]
         self.slab = ManualSlab(4, 64)
         assert self.submit(GATHER, 0)
-        assert self.copier.begun.wait(LIMIT_S), "everything below waits behind this one"
+        assert self.copier.begun.wait(LIMIT_S), "all later copies wait for this one"
 
     def submit(self, direction: Direction, page: int) -> bool:
         return self.copies.submit(Copy(direction, [[page]], self.slab, (0,), FINISHED, page))
@@ -74,7 +74,7 @@ def rig() -> Iterator[Rig]:
     made.copies.close()
 
 
-def test_a_load_does_not_stand_behind_saves(rig: Rig) -> None:
+def test_a_load_runs_before_queued_saves(rig: Rig) -> None:
     for page in (1, 2, 3):
         assert rig.submit(GATHER, page)
     assert rig.submit(SCATTER, 10)
@@ -82,7 +82,7 @@ def test_a_load_does_not_stand_behind_saves(rig: Rig) -> None:
     assert rig.ran() == [0, 10, 11, 1, 2, 3]
 
 
-def test_saves_get_their_turn_among_loads_that_do_not_end(rig: Rig) -> None:
+def test_saves_run_among_endless_loads(rig: Rig) -> None:
     loads = [100 + page for page in range(2 * SCATTERS_IN_A_ROW_MAX + 1)]
     for page in (1, 2):
         assert rig.submit(GATHER, page)
@@ -92,18 +92,18 @@ def test_saves_get_their_turn_among_loads_that_do_not_end(rig: Rig) -> None:
     assert rig.ran() == [0, *first, 1, *second, 2, loads[-1]]
 
 
-def test_saves_that_have_not_begun_are_taken_back(rig: Rig) -> None:
+def test_saves_that_have_not_started_are_withdrawn(rig: Rig) -> None:
     for page in (1, 2, 3, 4):
         assert rig.submit(GATHER, page)
     assert rig.submit(SCATTER, 2)
     taken = rig.copies.withdraw(lambda copy: copy.owner in (0, 2, 4))
-    assert [copy.owner for copy in taken] == [2, 4], "the first runs, and a load is no save"
+    assert [copy.owner for copy in taken] == [2, 4], "the first one runs, and a load is not a save"
     assert rig.copies.under_way == 4
     assert rig.ran() == [0, 2, 1, 3]
     assert rig.copies.under_way == 0
 
 
-def test_saves_that_fill_the_queue_refuse_no_load(rig: Rig) -> None:
+def test_saves_that_fill_the_queue_do_not_block_loads(rig: Rig) -> None:
     while rig.submit(GATHER, 1):
         pass
     assert rig.copies.under_way == 1 + COPIES_QUEUED_MAX

@@ -1,4 +1,4 @@
-"""An engine over a store whose blocks are kept in another order, in planes, or as int8."""
+"""An engine over a store whose blocks have another axis order, planes, or int8."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ PROMPT = np.random.default_rng(0).integers(0, 97, 45).tolist()
 
 
 def generate(store: Store, form: BlockFormat) -> tuple[Any, dict[str, Any]]:
-    """A new engine over the store: its answer, and what its hooks count."""
+    """A new engine over the store: its answer, and the counts of its hooks."""
     session = store.session(form.namespace(LOADED.namespace(BLOCK_TOKENS)))
     runner = Runner(LOADED, NUM_PAGES, PAGE_TOKENS)
     hooks = ReferenceHooks(
         session,
         runner.pool,
         PAGE_TOKENS,
-        policy=WaitComplete(cap_ms=LIMIT_MS),
-        deadline_ms=LIMIT_MS,
+        policy=WaitComplete(max_wait_ms=LIMIT_MS),
+        max_wait_ms=LIMIT_MS,
         min_load_tokens=0,
     )
     engine = Engine(
@@ -66,8 +66,8 @@ def test_any_order_and_planes_change_nothing(order: str, storage: str) -> None:
     store.close()
 
 
-def test_int8_reports_its_error_and_answers_nobody_else() -> None:
-    """Half the bytes, in a namespace of its own: who asks for exact KV misses."""
+def test_int8_reports_its_error_and_has_a_separate_namespace() -> None:
+    """Half the bytes in a separate namespace: a lookup of exact KV is a miss."""
     lossy, exact = BlockFormat("LKTHD", "int8"), BlockFormat()
     store = make_store(exact)
     _, stats = generate(store, lossy)

@@ -1,5 +1,5 @@
-"""The connector over the real store, with tiers below that fail on purpose: the engine's output
-is what it is without kvstore, and nothing leaks."""
+"""The connector over the real store with faulty tiers: the engine's output is the same as without
+kvstore, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from end_to_end_rig import (
     BLOCK_TOKENS,
     VOCAB,
-    Ask,
     Baseline,
-    Served,
+    CachedEngine,
+    PromptRequest,
     check_slots_free,
-    settle,
+    flush_store,
     tiny_model,
 )
 
@@ -26,19 +26,19 @@ from kvstore.testing.faults import Fault, FaultyTier, always
 from kvstore.tiers.memory import MemoryTier
 
 HANG_LIMIT_S = 60.0
-DEADLINE_MS = 250.0
-POLICIES = (BestEffort(), WaitComplete(cap_ms=200.0), Timeout(60.0, 100.0, 200.0))
+MAX_WAIT_MS = 250.0
+POLICIES = (BestEffort(), WaitComplete(max_wait_ms=200.0), Timeout(60.0, 100.0, 200.0))
 
 
 class RemoteTier(MemoryTier):
-    """A tier that has to be asked: its index is elsewhere."""
+    """A tier that must be queried: its index is not in this process."""
 
     local_index = False
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    # Blocks of a whole page of 4,096 bytes: what is damaged is data, not padding.
+    # Blocks of 4,096 bytes without padding, so that the corruption hits data.
     loaded = tiny_model(layers=4)
     assert loaded.namespace(BLOCK_TOKENS).block_bytes == 4096
     return loaded
@@ -49,9 +49,9 @@ def baseline(loaded: LoadedModel) -> Baseline:
     return Baseline(loaded)
 
 
-def asks() -> list[Ask]:
+def asks() -> list[PromptRequest]:
     rng = np.random.default_rng(9)
-    return [Ask(tuple(rng.integers(0, VOCAB, 70).tolist())) for _ in range(3)]
+    return [PromptRequest(tuple(rng.integers(0, VOCAB, 70).tolist())) for _ in range(3)]
 
 
 def store_over(loaded: LoadedModel, tier: FaultyTier) -> Store:
@@ -59,12 +59,12 @@ def store_over(loaded: LoadedModel, tier: FaultyTier) -> Store:
     return Store(Slab.create(128, slot_bytes), [tier])
 
 
-def check_asks(served: Served, baseline: Baseline) -> int:
-    """Same output, one after another; returns tokens that came from below L2."""
+def check_asks(served: CachedEngine, baseline: Baseline) -> int:
+    """Check the output, one request after another; returns the tokens loaded from below L2."""
     below = 0
     for ask in asks():
         start_s = time.monotonic()
-        [output] = served.ask([ask])
+        [output] = served.run([ask])
         assert time.monotonic() - start_s < HANG_LIMIT_S
         assert output.tokens == baseline.tokens(ask)
         below += sum(n for tier, n in output.cached.items() if tier not in ("l1", "l2"))
@@ -87,11 +87,11 @@ def test_a_tier_that_fails_to_read(
 ) -> None:
     tier = FaultyTier(kind(name="below"))
     store = store_over(loaded, tier)
-    served = Served(loaded, store, policy=policy, deadline_ms=DEADLINE_MS)
+    served = CachedEngine(loaded, store, policy=policy, max_wait_ms=MAX_WAIT_MS)
     check_asks(served, baseline)
-    settle(store)
+    flush_store(store)
     store.clear("l2")
-    served.engine.reset_prefix_cache()
+    served.inner.reset_prefix_cache()
     tier.schedule = always(fault, "read")
     assert check_asks(served, baseline) == 0
     tier.schedule = None
@@ -105,10 +105,10 @@ def test_a_tier_that_fails_to_read(
 def test_a_remote_index_that_does_not_answer(
     loaded: LoadedModel, baseline: Baseline, fault: Fault
 ) -> None:
-    """Each request waits its deadline once, at most."""
+    """Each request waits at most its maximum wait, once."""
     tier = FaultyTier(RemoteTier(name="below"), always(fault, "contains"))
     store = store_over(loaded, tier)
-    served = Served(loaded, store, deadline_ms=DEADLINE_MS)
+    served = CachedEngine(loaded, store, max_wait_ms=MAX_WAIT_MS)
     assert check_asks(served, baseline) == 0
     tier.release()
     served.close()
@@ -120,11 +120,11 @@ def test_a_remote_index_that_does_not_answer(
 def test_a_tier_that_takes_nothing(loaded: LoadedModel, baseline: Baseline, fault: Fault) -> None:
     tier = FaultyTier(MemoryTier(name="below"), always(fault, "write"))
     store = store_over(loaded, tier)
-    served = Served(loaded, store, deadline_ms=DEADLINE_MS)
+    served = CachedEngine(loaded, store, max_wait_ms=MAX_WAIT_MS)
     check_asks(served, baseline)
-    settle(store)
+    flush_store(store)
     store.clear("l2")
-    served.engine.reset_prefix_cache()
+    served.inner.reset_prefix_cache()
     assert check_asks(served, baseline) == 0
     served.close()
     check_slots_free(store)
@@ -132,22 +132,22 @@ def test_a_tier_that_takes_nothing(loaded: LoadedModel, baseline: Baseline, faul
 
 
 @pytest.mark.parametrize("fault", [Fault.TRUNCATED, Fault.CORRUPTED], ids=str)
-def test_what_was_damaged_on_its_way_down_is_never_served(
+def test_a_block_corrupted_during_its_write_is_never_served(
     loaded: LoadedModel, baseline: Baseline, fault: Fault
 ) -> None:
     tier = FaultyTier(MemoryTier(name="below"), always(fault, "write"))
     store = store_over(loaded, tier)
-    served = Served(loaded, store, deadline_ms=DEADLINE_MS)
+    served = CachedEngine(loaded, store, max_wait_ms=MAX_WAIT_MS)
     check_asks(served, baseline)
-    settle(store)
+    flush_store(store)
     tier.schedule = None
     store.clear("l2")
-    served.engine.reset_prefix_cache()
+    served.inner.reset_prefix_cache()
     assert check_asks(served, baseline) == 0
-    settle(store)
+    flush_store(store)
     store.clear("l2")
-    served.engine.reset_prefix_cache()
-    assert check_asks(served, baseline) > 0, "forgotten, then written anew"
+    served.inner.reset_prefix_cache()
+    assert check_asks(served, baseline) > 0, "deleted, then written again"
     served.close()
     check_slots_free(store)
     store.close()
@@ -157,30 +157,30 @@ def test_what_was_damaged_on_its_way_down_is_never_served(
 def test_a_tier_that_works_serves(
     loaded: LoadedModel, baseline: Baseline, kind: type[MemoryTier]
 ) -> None:
-    """What the faults above take away is there without them."""
+    """Without the faults, the tier serves hits."""
     store = store_over(loaded, FaultyTier(kind(name="below")))
-    served = Served(loaded, store)
+    served = CachedEngine(loaded, store)
     check_asks(served, baseline)
-    settle(store)
+    flush_store(store)
     store.clear("l2")
-    served.engine.reset_prefix_cache()
+    served.inner.reset_prefix_cache()
     assert check_asks(served, baseline) == 3 * 64
     served.close()
     check_slots_free(store)
     store.close()
 
 
-def test_a_small_slab_cuts_and_drops_but_never_errs(
+def test_a_small_slab_truncates_and_drops_without_errors(
     loaded: LoadedModel, baseline: Baseline
 ) -> None:
-    """Fewer slots than one prompt has blocks, in a burst over two engines."""
+    """Fewer slots than a prompt has blocks, in a burst over two engines."""
     slot_bytes = loaded.namespace(BLOCK_TOKENS).block_bytes
     store = Store(Slab.create(8, slot_bytes), [FaultyTier(MemoryTier(name="below"))])
-    engines = [Served(loaded, store, deadline_ms=DEADLINE_MS) for _ in range(2)]
+    engines = [CachedEngine(loaded, store, max_wait_ms=MAX_WAIT_MS) for _ in range(2)]
     for _ in range(3):
         for served in engines:
-            served.engine.reset_prefix_cache()
-            outputs = served.ask(asks())
+            served.inner.reset_prefix_cache()
+            outputs = served.run(asks())
             for ask, output in zip(asks(), outputs, strict=True):
                 assert output.tokens == baseline.tokens(ask)
     for served in engines:

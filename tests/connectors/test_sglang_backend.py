@@ -26,17 +26,17 @@ from store_rig import RemoteTier
 
 import kvstore
 from kvstore.blocks.key import Key, Namespace
-from kvstore.config.settings import merged
+from kvstore.config.settings import merge
 from kvstore.connectors.sglang.copies import Copies
 from kvstore.connectors.sglang.namespace import EXTENTS, FLAT, HostPool, namespace_of
-from kvstore.connectors.sglang.page_pool import Shelf, hashes_of
-from kvstore.connectors.sglang.page_pools import Shelves
-from kvstore.connectors.sglang.settings import DeadlineSettings
+from kvstore.connectors.sglang.page_pool import PagePool, hashes_of
+from kvstore.connectors.sglang.page_pools import PagePools
+from kvstore.connectors.sglang.settings import MaxWaitSettings
 from kvstore.errors import ConfigError
 from kvstore.shm.slab import Slab
 from kvstore.store.store import Store
 
-GUARD = DeadlineSettings(base_ms=60_000, cap_ms=60_000)
+GUARD = MaxWaitSettings(base=60_000, max=60_000)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +61,9 @@ def test_another_rank_gets_what_one_kept(
         Rank(chosen, writer, zero_copy=zero_copy) as first,
         Rank(chosen, reader, zero_copy=zero_copy) as second,
     ):
-        assert second.run(keys) == 0
+        assert second.cached_prefix_len(keys) == 0
         assert first.set(keys[:6], [5, 0, 3, 9, 1, 2]) == [True] * 6
-        assert second.run(keys) == 6
+        assert second.cached_prefix_len(keys) == 6
         assert second.get(keys, [11, 2, 4, 0, 7, 6, 8, 9]) == [True] * 6 + [False] * 2
     for source, target in zip([5, 0, 3, 9, 1, 2], [11, 2, 4, 0, 7, 6], strict=True):
         assert reader.page(target) == writer.page(source)
@@ -71,70 +71,72 @@ def test_another_rank_gets_what_one_kept(
         assert reader.page(untouched) == before[untouched]
 
 
-def test_a_route_is_what_the_sidecar_counts_its_traffic_as(sidecar: ForkedSidecar) -> None:
+def test_the_sidecar_counts_traffic_by_label(sidecar: ForkedSidecar) -> None:
     host = HostMemory(4)
     host.fill(9)
-    with Rank(settings(sidecar.socket, route="rag"), host, model="routed") as rank:
-        assert rank.set(keys_of("routed", 2), [0, 1]) == [True, True]
-    routes = {user["route"]: user for user in sidecar.stats()["use"]["users"]}
-    assert routes["rag"]["saved"] > 0
+    with Rank(settings(sidecar.socket, traffic_label="rag"), host, model="labelled") as rank:
+        assert rank.set(keys_of("labelled", 2), [0, 1]) == [True, True]
+    by_label = {user["traffic"]: user for user in sidecar.stats()["usage"]["users"]}
+    assert by_label["rag"]["saved_tokens"] > 0
 
 
-def test_a_page_kept_before_is_left_as_it_is(sidecar: ForkedSidecar) -> None:
+def test_a_stored_page_is_not_written_again(sidecar: ForkedSidecar) -> None:
     host = HostMemory(4)
     host.fill(3)
     was = host.page(0)
     keys = keys_of("first writer", 1)
     with Rank(settings(sidecar.socket), host) as rank:
         assert rank.set(keys, [0]) == [True]
-        assert rank.set(keys, [1]) == [True], "held already"
+        assert rank.set(keys, [1]) == [True], "already stored"
         assert rank.get(keys, [3]) == [True]
     assert host.page(3) == was
 
 
-def test_pages_behind_a_missing_one_are_still_got(sidecar: ForkedSidecar) -> None:
+def test_pages_beyond_a_gap_are_loaded(sidecar: ForkedSidecar) -> None:
     host = HostMemory(8)
     host.fill(4)
     keys = keys_of("hole", 6)
     with Rank(settings(sidecar.socket), host) as rank:
         assert rank.set([keys[0], keys[2], keys[5]], [0, 1, 2]) == [True] * 3
-        assert rank.run(keys) == 1
+        assert rank.cached_prefix_len(keys) == 1
         assert rank.get(keys, [3, 4, 5, 6, 7, 7]) == [True, False, True, False, False, True]
-        assert rank.shelves.stats()["kv/extents"] == {
-            "got": 3,
-            "not_got": 3,
-            "kept": 3,
-            "not_kept": 0,
+        assert rank.page_pools.stats()["kv/extents"] == {
+            "pages_loaded": 3,
+            "pages_missed": 3,
+            "pages_saved": 3,
+            "pages_not_saved": 0,
         }
 
 
 def test_exists_is_one_trip_at_most(tmp_path: Path) -> None:
-    sidecar = ForkedSidecar(tmp_path, merged(slots(64), disk(tmp_path / "disk")))
+    sidecar = ForkedSidecar(tmp_path, merge(slots(64), disk(tmp_path / "disk")))
     namespace = Namespace(model="trips", layers=2, kv_heads=2, head_dim=64, block_tokens=4)
     client = kvstore.connect(sidecar.socket, namespace)
     copies = Copies(1)
-    shelf = Shelf(client, copies, GUARD)
+    pool = PagePool(client, copies, GUARD)
     host = HostMemory(8)
     keys = keys_of("trips", 100)
-    wait_until(lambda: client.states([hashes_of(keys)[99]]) == [False], "the catalogue is filled")
-    assert shelf.set(keys[:8], HostPool(host, "kv").extents(host.indices(range(8)))) == [True] * 8
-    asked = client.stats()["asked"]
-    assert shelf.run(keys) == 8
-    assert shelf.run(keys[8:]) == 0
-    assert shelf.holds(keys[4:10]) == [True] * 4 + [False] * 2
-    assert shelf.run([]) == 0
-    assert client.stats()["asked"] == asked, "the catalogue tells"
+    wait_until(
+        lambda: client.block_states([hashes_of(keys)[99]]) == [False], "the shared index is filled"
+    )
+    assert pool.set(keys[:8], HostPool(host, "kv").extents(host.indices(range(8)))) == [True] * 8
+    requests = client.stats()["requests"]
+    assert pool.cached_prefix_len(keys) == 8
+    assert pool.cached_prefix_len(keys[8:]) == 0
+    assert pool.contains(keys[4:10]) == [True] * 4 + [False] * 2
+    assert pool.cached_prefix_len([]) == 0
+    assert client.stats()["requests"] == requests, "the shared index answers"
     flush(sidecar)
     clear(sidecar, "l2")
-    assert shelf.run(keys) == 8
-    assert client.stats()["asked"] == asked + 1, "what lies on disk is asked for"
-    shelf.close()
+    assert pool.cached_prefix_len(keys) == 8
+    assert client.stats()["requests"] == requests + 1, "one match for the pages on disk"
+    pool.close()
     copies.close()
     assert sidecar.stop() == 0
 
 
-def all_that_fixes_a_page() -> list[Namespace]:
-    """Namespaces of pages that differ in one thing each."""
+def different_namespaces() -> list[Namespace]:
+    """Namespaces that differ from the first one in one attribute each."""
     plain = HostMemory(2)
     tagged = HostMemory(2)
     tagged.storage_format_tag = "packed"  # type: ignore[attr-defined]
@@ -155,13 +157,15 @@ def all_that_fixes_a_page() -> list[Namespace]:
         HostMemory(2, dtype=torch.uint8),
         HostMemory(2, page_size=8),
     ]
-    named = {"model": "m", "revision": "r"}
+    identity = {"model": "m", "revision": "r"}
 
-    def of(pool: HostMemory, order: str = EXTENTS, name: str = "kv", **more: object) -> Namespace:
+    def of(
+        pool: HostMemory, page_format: str = EXTENTS, name: str = "kv", **more: object
+    ) -> Namespace:
         host = HostPool(pool, name)
-        told = {key: value for key, value in more.items() if key in named}
-        ranked = {key: value for key, value in more.items() if key not in named}
-        return namespace_of(host, config(**ranked), order, **{**named, **told})  # type: ignore[arg-type]
+        changed = {key: value for key, value in more.items() if key in identity}
+        ranked = {key: value for key, value in more.items() if key not in identity}
+        return namespace_of(host, config(**ranked), page_format, **{**identity, **changed})  # type: ignore[arg-type]
 
     return [
         *(of(pool) for pool in pools),
@@ -178,11 +182,11 @@ def all_that_fixes_a_page() -> list[Namespace]:
     ]
 
 
-def test_whatever_fixes_a_page_is_in_its_namespace() -> None:
-    spaces = all_that_fixes_a_page()
+def test_every_attribute_of_a_page_is_in_its_namespace() -> None:
+    spaces = different_namespaces()
     assert len({space.digest for space in spaces}) == len(spaces)
     assert spaces[0].block_bytes == PAGE_BYTES
-    assert spaces[0] == all_that_fixes_a_page()[0]
+    assert spaces[0] == different_namespaces()[0]
 
 
 def test_the_same_key_of_another_kind_is_another_page(sidecar: ForkedSidecar) -> None:
@@ -201,7 +205,7 @@ def test_the_same_key_of_another_kind_is_another_page(sidecar: ForkedSidecar) ->
     ):
         empty = other.page(0)
         with Rank(chosen, other, revision=revision) as rank:
-            assert rank.run(keys) == 0
+            assert rank.cached_prefix_len(keys) == 0
             assert rank.get(keys, [0, 1]) == [False, False]
         assert other.page(0) == empty
 
@@ -244,7 +248,7 @@ def test_ranks_of_several_servers_share_a_sidecar(sidecar: ForkedSidecar) -> Non
     ]
     for number, (pool, rank) in enumerate(zip(pools, ranks, strict=True)):
         pool.fill(number)
-        assert rank.run(keys) == 0, "nobody else's"
+        assert rank.cached_prefix_len(keys) == 0, "nobody else's"
         assert rank.set(keys, range(4)) == [True] * 4
     for pool, rank in zip(pools, ranks, strict=True):
         assert rank.get(keys, range(4, 8)) == [True] * 4
@@ -252,29 +256,29 @@ def test_ranks_of_several_servers_share_a_sidecar(sidecar: ForkedSidecar) -> Non
         rank.close()
 
 
-def test_threads_ask_read_and_write_at_once(sidecar: ForkedSidecar) -> None:
+def test_threads_look_up_read_and_write_concurrently(sidecar: ForkedSidecar) -> None:
     """As SGLang does: one thread each, over one connection."""
     host = HostMemory(64)
     host.fill(6)
     rank = Rank(settings(sidecar.socket), host)
     batches = [keys_of(f"batch {number}", 8) for number in range(24)]
-    kept = [threading.Event() for _ in batches]
+    stored = [threading.Event() for _ in batches]
     faults: list[str] = []
 
     def write() -> None:
-        for keys, event in zip(batches, kept, strict=True):
+        for keys, event in zip(batches, stored, strict=True):
             if rank.set(keys, range(8)) != [True] * 8:
                 faults.append("set")
             event.set()
 
-    def ask() -> None:
-        for keys, event in zip(batches, kept, strict=True):
+    def look_up() -> None:
+        for keys, event in zip(batches, stored, strict=True):
             event.wait(60)
-            if rank.run(keys) != 8:
-                faults.append("run")
+            if rank.cached_prefix_len(keys) != 8:
+                faults.append("lookup")
 
     def read(first: int) -> None:
-        for keys, event in zip(batches, kept, strict=True):
+        for keys, event in zip(batches, stored, strict=True):
             event.wait(60)
             if rank.get(keys, range(first, first + 8)) != [True] * 8:
                 faults.append("get")
@@ -283,7 +287,7 @@ def test_threads_ask_read_and_write_at_once(sidecar: ForkedSidecar) -> None:
 
     threads = [
         threading.Thread(target=write),
-        *(threading.Thread(target=ask) for _ in range(2)),
+        *(threading.Thread(target=look_up) for _ in range(2)),
         threading.Thread(target=read, args=(16,)),
         threading.Thread(target=read, args=(32,)),
     ]
@@ -296,7 +300,7 @@ def test_threads_ask_read_and_write_at_once(sidecar: ForkedSidecar) -> None:
 
 
 def test_a_batch_larger_than_the_slab_goes_through_it(tmp_path: Path) -> None:
-    sidecar = ForkedSidecar(tmp_path, {**slots(24), **disk(tmp_path / "disk", codec="identity")})
+    sidecar = ForkedSidecar(tmp_path, {**slots(24), **disk(tmp_path / "disk", codec="none")})
     writer, reader = HostMemory(128), HostMemory(128)
     writer.fill(7)
     keys = keys_of("large", 128)
@@ -305,7 +309,7 @@ def test_a_batch_larger_than_the_slab_goes_through_it(tmp_path: Path) -> None:
             assert first.set(keys[at : at + 16], range(at, at + 16)) == [True] * 16
             flush(sidecar)
     with Rank(settings(sidecar.socket), reader) as second:
-        assert second.run(keys) == 128
+        assert second.cached_prefix_len(keys) == 128
         assert second.get(keys, range(128)) == [True] * 128
     assert [reader.page(n) for n in range(128)] == [writer.page(n) for n in range(128)]
     with Rank(settings(sidecar.socket), writer, model="more") as third:
@@ -316,12 +320,12 @@ def test_a_batch_larger_than_the_slab_goes_through_it(tmp_path: Path) -> None:
 def test_compressed_pages_come_back_whole(tmp_path: Path) -> None:
     """Through the codec, from disk alone, to the pool's own addresses."""
     folder = tmp_path / "disk"
-    plan = {**slots(16 * 8), **disk(folder, codec="zstd-planes")}
-    plan["l2"]["slot_bytes"] = 8 * PAGE_BYTES
+    overrides = {**slots(16 * 8), **disk(folder, codec="byteshuffle-zstd")}
+    overrides["l2"]["slot_bytes"] = 8 * PAGE_BYTES
     writer, reader = HostMemory(8, page_size=32), HostMemory(8, page_size=32)
     writer.kv_buffer.copy_(torch.randn(writer.kv_buffer.shape))
     keys = keys_of("compressed", 8)
-    sidecar = ForkedSidecar(tmp_path, plan)
+    sidecar = ForkedSidecar(tmp_path, overrides)
     with Rank(settings(sidecar.socket), writer) as first:
         assert first.set(keys, range(8)) == [True] * 8
     assert sidecar.stop() == 0
@@ -335,48 +339,55 @@ def test_compressed_pages_come_back_whole(tmp_path: Path) -> None:
     assert sidecar.stop() == 0
 
 
-def test_side_pools_have_pages_of_their_own(sidecar: ForkedSidecar) -> None:
+def test_side_pools_have_separate_pages(sidecar: ForkedSidecar) -> None:
     kv, draft, states = HostMemory(8), HostMemory(8, page_size=2), Unaddressed(8)
-    shelves = Shelves(
+    page_pools = PagePools(
         settings(sidecar.socket), config(), zero_copy=True, model="sides", revision=""
     )
     for pool, name in ((kv, "kv"), (draft, "draft"), (states, "mamba")):
         pool.fill(8)
-        shelves.add(pool, name)
-        shelves.add(pool, name)
+        page_pools.add_host_pool(pool, name)
+        page_pools.add_host_pool(pool, name)
     keys = keys_of("sides", 6)
-    assert shelves.set_addressed("kv", keys, kv.indices(range(6))) == [True] * 6
-    assert shelves.set_addressed("draft", keys[:5], draft.indices(range(5))) == [True] * 5
+    assert page_pools.set_addressed("kv", keys, kv.indices(range(6))) == [True] * 6
+    assert page_pools.set_addressed("draft", keys[:5], draft.indices(range(5))) == [True] * 5
     some = [keys[1], keys[3], keys[5]]
-    assert shelves.set_addressed("mamba", some, states.indices([1, 3, 5])) == [True] * 3
+    assert page_pools.set_addressed("mamba", some, states.indices([1, 3, 5])) == [True] * 3
 
-    whole = shelves.hits(keys, [])
+    whole = page_pools.restorable_prefixes(keys, [])
     assert (whole.pages, whole.lengths) == (6, [1, 2, 3, 4, 5, 6])
-    hits = shelves.hits(keys, [("draft", "all_pages", 0), ("mamba", "trailing_pages", 1)])
-    assert hits.lengths == [2, 4]
-    assert hits.by_pool == {"kv": 6, "draft": 5, "mamba": 4}
-    assert shelves.hits(keys, [("draft", "block_groups", 0)]).pages == 6, "never cuts KV"
-    assert shelves.hits(keys_of("none", 3), [("mamba", "trailing_pages", 1)]).pages == 0
+    prefixes = page_pools.restorable_prefixes(
+        keys, [("draft", "all_pages", 0), ("mamba", "trailing_pages", 1)]
+    )
+    assert prefixes.lengths == [2, 4]
+    assert prefixes.by_pool == {"kv": 6, "draft": 5, "mamba": 4}
+    assert page_pools.restorable_prefixes(keys, [("draft", "block_groups", 0)]).pages == 6, (
+        "never truncates KV"
+    )
+    assert (
+        page_pools.restorable_prefixes(keys_of("none", 3), [("mamba", "trailing_pages", 1)]).pages
+        == 0
+    )
 
-    assert shelves.get_addressed("draft", keys[:2], draft.indices([6, 7])) == [True] * 2
+    assert page_pools.get_addressed("draft", keys[:2], draft.indices([6, 7])) == [True] * 2
     assert [draft.page(6), draft.page(7)] == [draft.page(0), draft.page(1)]
-    assert shelves.get_addressed("mamba", [keys[3]], states.indices([7])) == [True]
+    assert page_pools.get_addressed("mamba", [keys[3]], states.indices([7])) == [True]
     assert states.page(7) == states.page(3)
     was = states.page(0)
-    assert shelves.get_addressed("mamba", [keys[0]], states.indices([0])) == [False]
+    assert page_pools.get_addressed("mamba", [keys[0]], states.indices([0])) == [False]
     assert states.page(0) == was
-    shelves.close()
+    page_pools.close()
 
 
 class Unaddressed(HostMemory):
-    """A pool that gives no addresses for its layout, as SGLang's pool of states does for some."""
+    """A pool without addresses for its layout, like SGLang's pool of states in some layouts."""
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         raise ValueError(f"Unsupported layout: {self.layout}")
 
 
 def test_pages_without_addresses_need_the_generic_interface(sidecar: ForkedSidecar) -> None:
-    with pytest.raises(ConfigError, match="leave interface_v1 out of the extra config"):
+    with pytest.raises(ConfigError, match="omit interface_v1 in the extra config"):
         Rank(settings(sidecar.socket), Unaddressed(2))
     host = Unaddressed(2)
     host.fill(9)
@@ -387,15 +398,17 @@ def test_pages_without_addresses_need_the_generic_interface(sidecar: ForkedSidec
     assert host.page(1) == host.page(0)
 
 
-def test_an_index_space_leaves_the_word_to_its_side_pools(sidecar: ForkedSidecar) -> None:
+def test_only_the_side_pools_of_an_index_space_count(sidecar: ForkedSidecar) -> None:
     anchor = HostMemory(4)
     anchor.kv_buffer = None  # type: ignore[assignment]
-    shelves = Shelves(settings(sidecar.socket), config(), zero_copy=True, model="a", revision="")
-    shelves.add(anchor, "kv")
+    page_pools = PagePools(
+        settings(sidecar.socket), config(), zero_copy=True, model="a", revision=""
+    )
+    page_pools.add_host_pool(anchor, "kv")
     keys = keys_of("anchor", 3)
-    assert shelves.run(keys) == 3
-    assert shelves.get_addressed("kv", keys, anchor.indices(range(3))) == [True] * 3
-    shelves.close()
+    assert page_pools.cached_prefix_len(keys) == 3
+    assert page_pools.get_addressed("kv", keys, anchor.indices(range(3))) == [True] * 3
+    page_pools.close()
 
 
 def test_a_page_larger_than_a_slot_is_one_line_at_start(sidecar: ForkedSidecar) -> None:
@@ -405,27 +418,27 @@ def test_a_page_larger_than_a_slot_is_one_line_at_start(sidecar: ForkedSidecar) 
 
 
 def test_clear_asks_the_sidecar_over_http(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    token = {"server": {"tokens": {"secret": "team"}, "admin_token": "boss"}}
+    token = {"server": {"auth_tokens": {"secret": "team"}, "admin_auth_token": "boss"}}
     sidecar = ForkedSidecar(tmp_path, {**slots(64), **token})
     host = HostMemory(2)
     keys = keys_of("clear", 2)
-    with Rank(settings(sidecar.socket, token="secret"), host) as rank:
+    with Rank(settings(sidecar.socket, auth_token="secret"), host) as rank:
         assert rank.set(keys, [0, 1]) == [True, True]
-        assert not rank.shelves.clear()
-        assert "give the extra config its 'http' address" in caplog.text
-        assert rank.run(keys) == 2
-    wrong = settings(sidecar.socket, token="secret", http=sidecar.url, admin_token="no")
+        assert not rank.page_pools.clear()
+        assert "set 'http' (and 'admin_auth_token') in the extra config" in caplog.text
+        assert rank.cached_prefix_len(keys) == 2
+    wrong = settings(sidecar.socket, auth_token="secret", http=sidecar.url, admin_auth_token="no")
     with Rank(wrong, host) as rank:
-        assert not rank.shelves.clear()
-        assert rank.run(keys) == 2
-    right = settings(sidecar.socket, token="secret", http=sidecar.url, admin_token="boss")
+        assert not rank.page_pools.clear()
+        assert rank.cached_prefix_len(keys) == 2
+    right = settings(sidecar.socket, auth_token="secret", http=sidecar.url, admin_auth_token="boss")
     with Rank(right, host) as rank:
-        assert rank.shelves.clear()
-        assert rank.run(keys) == 0
+        assert rank.page_pools.clear()
+        assert rank.cached_prefix_len(keys) == 0
     assert sidecar.stop() == 0
 
 
-def test_a_store_of_the_servers_own(tmp_path: Path) -> None:
+def test_an_embedded_store(tmp_path: Path) -> None:
     own = {"l2": "1MiB", "disk": str(tmp_path / "disk"), "disk_capacity": "64MiB"}
     host = HostMemory(8)
     host.fill(10)
@@ -433,43 +446,43 @@ def test_a_store_of_the_servers_own(tmp_path: Path) -> None:
     with Rank(settings(embedded=own), host) as rank:
         assert rank.set(keys, range(4)) == [True] * 4
     with Rank(settings(embedded=own), host) as rank:
-        assert rank.run(keys) == 4, "on disk"
+        assert rank.cached_prefix_len(keys) == 4, "on disk"
         assert rank.get(keys, range(4, 8)) == [True] * 4
         assert [host.page(n) for n in range(4, 8)] == [host.page(n) for n in range(4)]
-        assert rank.shelves.clear()
-        assert rank.run(keys) == 0
+        assert rank.page_pools.clear()
+        assert rank.cached_prefix_len(keys) == 0
     with pytest.raises(ConfigError, match=r"unknown key 'embedded.dsk'; did you mean 'disk'\?"):
         Rank(settings(embedded={"dsk": "x"}), host)
 
 
 SOME = [0, 1, 5, 6, 20, 39]
-"""Pages of forty that are kept where there are holes between."""
+"""Indices of the stored pages, of forty."""
 
 
-def test_pages_with_holes_between_take_one_trip(tmp_path: Path) -> None:
-    sidecar = ForkedSidecar(tmp_path, merged(slots(64), disk(tmp_path / "disk")))
+def test_pages_with_gaps_need_one_match(tmp_path: Path) -> None:
+    sidecar = ForkedSidecar(tmp_path, merge(slots(64), disk(tmp_path / "disk")))
     namespace = Namespace(model="holes", layers=2, kv_heads=2, head_dim=64, block_tokens=4)
     client = kvstore.connect(sidecar.socket, namespace)
     copies = Copies(1)
-    shelf = Shelf(client, copies, GUARD)
+    pool = PagePool(client, copies, GUARD)
     host = HostMemory(8)
     keys = keys_of("holes", 40)
     pages = HostPool(host, "kv").extents(host.indices(range(len(SOME))))
-    assert shelf.set([keys[n] for n in SOME], pages) == [True] * len(SOME)
-    assert shelf.holds(keys) == [n in SOME for n in range(40)]
+    assert pool.set([keys[n] for n in SOME], pages) == [True] * len(SOME)
+    assert pool.contains(keys) == [n in SOME for n in range(40)]
     flush(sidecar)
     clear(sidecar, "l2")
     for first in (0, 2, 7):
-        asked = client.stats()["asked"]
-        assert shelf.holds(keys[first:]) == [n in SOME for n in range(first, 40)]
-        assert client.stats()["asked"] <= asked + 1
-    shelf.close()
+        requests = client.stats()["requests"]
+        assert pool.contains(keys[first:]) == [n in SOME for n in range(first, 40)]
+        assert client.stats()["requests"] <= requests + 1
+    pool.close()
     copies.close()
     assert sidecar.stop() == 0
 
 
 class Network(RemoteTier):
-    """Counts how often it is asked."""
+    """Counts the calls of `contains`."""
 
     trips = 0
 
@@ -478,22 +491,22 @@ class Network(RemoteTier):
         return super().contains(keys)
 
 
-def test_a_tier_over_the_network_is_asked_once_for_pages_with_holes_between() -> None:
+def test_a_remote_tier_is_queried_once_for_pages_with_gaps() -> None:
     namespace = Namespace(model="holes", layers=2, kv_heads=2, head_dim=64, block_tokens=4)
     tier = Network(1 << 20)
     with Store(Slab.create(64, PAGE_BYTES), [tier]) as store:
         copies = Copies(1)
-        shelf = Shelf(store.session(namespace), copies, GUARD)
+        pool = PagePool(store.session(namespace), copies, GUARD)
         host = HostMemory(8)
         keys = keys_of("far", 40)
         pages = HostPool(host, "kv").extents(host.indices(range(len(SOME))))
-        assert shelf.set([keys[n] for n in SOME], pages) == [True] * len(SOME)
+        assert pool.set([keys[n] for n in SOME], pages) == [True] * len(SOME)
         assert store.flush(60)
         store.clear("l2")
-        with store.brain.lock:
-            store.brain.places.forget(0)
+        with store.manager.lock:
+            store.manager.remote_locations.remove(0)
         tier.trips = 0
-        assert shelf.holds(keys) == [n in SOME for n in range(40)]
+        assert pool.contains(keys) == [n in SOME for n in range(40)]
         assert tier.trips == 1
-        shelf.close()
+        pool.close()
         copies.close()

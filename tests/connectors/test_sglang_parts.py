@@ -17,20 +17,20 @@ from hypothesis import settings as given_settings
 from hypothesis import strategies as st
 from sglang_rig import config
 
-from kvstore.connectors.sglang.calls import Calls
+from kvstore.connectors.sglang.calls import GuardedCalls
 from kvstore.connectors.sglang.copies import Copies, Extents
 from kvstore.connectors.sglang.model_identity import model_of, revision_of
 from kvstore.connectors.sglang.page_pool import hashes_of
-from kvstore.connectors.sglang.restorable import kv_hits, trailing_lengths
+from kvstore.connectors.sglang.restorable import kv_prefixes, trailing_lengths
 from kvstore.connectors.sglang.settings import (
-    DeadlineSettings,
+    MaxWaitSettings,
     backend_settings,
     check_parallel,
     check_version,
 )
-from kvstore.connectors.sglang.shared_client import Desk
+from kvstore.connectors.sglang.shared_client import SharedClient
 from kvstore.errors import ConfigError
-from kvstore.interface import BlockStore, Ticket
+from kvstore.interface import BlockStore, Operation
 
 SGLANGS_OWN = {
     "backend_name": "kvstore",
@@ -50,47 +50,52 @@ def test_sglangs_own_keys_are_left_alone() -> None:
     ("extra", "line"),
     [
         ({"sockt": "x"}, "unknown key 'hicache-storage-backend-extra-config.sockt'; did you mean"),
-        ({"deadline": {"cap": 1}}, "deadline.cap"),
+        ({"max_wait": {"cap": 1}}, "max_wait.cap"),
         ({"copy_threads": 1000}, "copy_threads"),
-        ({"http": "localhost:8100"}, "'http://127.0.0.1:8100' is right"),
+        (
+            {"http": "localhost:8100"},
+            "http = 'localhost:8100' is not a URL; use one like 'http://127.0.0.1:8100'",
+        ),
     ],
 )
-def test_a_mistake_is_one_line(extra: dict[str, Any], line: str) -> None:
+def test_an_invalid_setting_is_one_line(extra: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as told:
         backend_settings({**SGLANGS_OWN, **extra})
     assert line in str(told.value)
     assert "\n" not in str(told.value)
 
 
-def test_a_deadline_grows_with_the_bytes_up_to_its_cap() -> None:
-    deadline = DeadlineSettings(base_ms=100, per_gib_ms=1000, cap_ms=600)
-    assert deadline.of(0) == pytest.approx(0.1)
-    assert deadline.of(1 << 28) == pytest.approx(0.35)
-    assert deadline.of(1 << 40) == pytest.approx(0.6)
+def test_the_maximum_wait_grows_with_the_bytes_up_to_its_maximum() -> None:
+    max_wait = MaxWaitSettings(base=100, per_gib=1000, max=600)
+    assert max_wait.seconds_for(0) == pytest.approx(0.1)
+    assert max_wait.seconds_for(1 << 28) == pytest.approx(0.35)
+    assert max_wait.seconds_for(1 << 40) == pytest.approx(0.6)
 
 
-def test_what_was_tried_passes_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_tested_release_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     check_version("0.5.23")
     assert not caplog.records
 
 
-def test_a_later_release_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_later_release_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         check_version("0.5.24.post1")
-    assert "SGLang 0.5.24.post1 was not tried with kvstore; 0.5.23 was" in caplog.text
+    assert (
+        "SGLang 0.5.24.post1 was not tested with kvstore; it was tested with 0.5.23" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.4.99", "0.6.0", "1.5.23", "nightly"])
-def test_other_releases_are_refused(version: str) -> None:
+def test_other_releases_are_rejected(version: str) -> None:
     with pytest.raises(ConfigError, match=f"SGLang {version} is not supported.*0.5.23"):
         check_version(version)
 
 
-def test_context_parallel_decoding_is_refused() -> None:
+def test_context_parallel_decoding_is_rejected() -> None:
     check_parallel(config())
     with pytest.raises(ConfigError, match="decode-context parallelism of 2 is not supported"):
         check_parallel(config(dcp_size=2))
-    with pytest.raises(ConfigError, match="tp_lcm_size 8 is not supported"):
+    with pytest.raises(ConfigError, match="tp_lcm_size = 8 is not supported"):
         check_parallel(config(should_split_heads=True, tp_lcm_size=8))
 
 
@@ -98,11 +103,11 @@ def test_keys_of_hex_are_their_bytes_and_others_their_digest() -> None:
     good = [hashlib.sha256(bytes([n])).hexdigest() for n in range(3)]
     assert hashes_of(good) == [bytes.fromhex(key) for key in good]
     odd = ["", "a", "x" * 64, "ab" * 31, "AB" * 32, "ab" * 32, "ab " * 21 + "a", "é", good[0]]
-    named = hashes_of(odd)
-    assert named[-1] == bytes.fromhex(good[0])
-    assert len({len(name) for name in named}) == 1
-    assert len(set(named)) == len(odd)
-    # 64 digits in all, but not 64 in each: two keys must not share what they spell together.
+    hashes = hashes_of(odd)
+    assert hashes[-1] == bytes.fromhex(good[0])
+    assert len({len(each) for each in hashes}) == 1
+    assert len(set(hashes)) == len(odd)
+    # 128 digits in all, but not 64 in each: the keys must not be split at 64 digits.
     assert hashes_of(["a" * 60, "a" * 68]) == [
         hashlib.sha256(b"a" * 60).digest(),
         hashlib.sha256(b"a" * 68).digest(),
@@ -160,7 +165,7 @@ def test_pages_and_slots_hold_the_same_bytes(
 
 
 def test_a_call_returns_when_every_thread_has_copied() -> None:
-    """The calling thread's own part is a moment's work, the others' are not."""
+    """The calling thread has much less to copy than the other threads."""
     sizes = [64] + [24 << 20] * 3
     memory = [
         np.random.default_rng(n).integers(0, 256, size, np.uint8) for n, size in enumerate(sizes)
@@ -177,43 +182,43 @@ def test_a_call_returns_when_every_thread_has_copied() -> None:
 
 
 class Polled:
-    """A store of which only the polls matter."""
+    """A store that counts its polls."""
 
     def __init__(self) -> None:
         self.polls = 0
 
-    def poll(self, timeout_s: float) -> list[Ticket]:
+    def poll(self, timeout_s: float) -> list[Operation]:
         self.polls += 1
         return []
 
 
-def test_nobody_polls_for_what_another_thread_has_taken() -> None:
-    """A ticket moves, and another's poll takes it, between looking and polling: who polled for it
-    now would wait for the next."""
+def test_no_thread_polls_for_an_update_that_another_one_has_received() -> None:
+    """Another thread's poll returns the operation between the check and the poll: a thread that
+    polled now would wait for the next update."""
     store = Polled()
-    desk = Desk(cast(BlockStore, store))
-    looks = iter([False, True])
-    assert desk.wait(lambda: next(looks), time.monotonic() + 60)
+    client = SharedClient(cast(BlockStore, store))
+    checks = iter([False, True])
+    assert client.wait(lambda: next(checks), time.monotonic() + 60)
     assert store.polls == 0
 
 
-def test_calls_turn_faults_into_misses(caplog: pytest.LogCaptureFixture) -> None:
-    calls = Calls()
+def test_an_exception_in_a_call_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
+    calls = GuardedCalls()
 
     def wrong() -> int:
         raise ValueError("whatever")
 
-    assert calls.answer("exists", lambda: 0, lambda: 7) == 7
-    assert calls.answer("exists", lambda: 0, wrong) == 0
-    assert calls.answer("exists", lambda: 0, wrong) == 0
-    assert calls.faults == 2
+    assert calls.run("exists", lambda: 0, lambda: 7) == 7
+    assert calls.run("exists", lambda: 0, wrong) == 0
+    assert calls.run("exists", lambda: 0, wrong) == 0
+    assert calls.errors == 2
     assert [record.message for record in caplog.records] == [
-        "exists failed; it and its like are misses from here on"
+        "exists raised an exception; returning a miss (others are counted, not logged)"
     ]
 
 
-def test_closing_waits_for_calls_under_way_and_refuses_others() -> None:
-    calls, inside, go = Calls(), threading.Event(), threading.Event()
+def test_closing_waits_for_calls_under_way_and_rejects_others() -> None:
+    calls, inside, go = GuardedCalls(), threading.Event(), threading.Event()
 
     def slow() -> int:
         inside.set()
@@ -221,11 +226,11 @@ def test_closing_waits_for_calls_under_way_and_refuses_others() -> None:
         return 1
 
     answers: list[int] = []
-    thread = threading.Thread(target=lambda: answers.append(calls.answer("get", int, slow)))
+    thread = threading.Thread(target=lambda: answers.append(calls.run("get", int, slow)))
     thread.start()
     assert inside.wait(60)
     assert not calls.close(0.01), "a call is under way"
-    assert calls.answer("get", int, lambda: 1) == 0, "closed"
+    assert calls.run("get", int, lambda: 1) == 0, "closed"
     go.set()
     assert calls.close(60.0)
     thread.join()
@@ -234,15 +239,17 @@ def test_closing_waits_for_calls_under_way_and_refuses_others() -> None:
 
 @given_settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=12), st.integers(1, 4))
-def test_trailing_lengths(held: list[bool], window: int) -> None:
+def test_trailing_lengths(cached: list[bool], window: int) -> None:
     naive = [
-        length for length in range(1, len(held) + 1) if all(held[max(0, length - window) : length])
+        length
+        for length in range(1, len(cached) + 1)
+        if all(cached[max(0, length - window) : length])
     ]
-    assert trailing_lengths(held, window) == naive
+    assert trailing_lengths(cached, window) == naive
 
 
 def test_hits_of_several_pools_are_what_all_can_serve() -> None:
-    hits = kv_hits("kv", 6)
+    hits = kv_prefixes("kv", 6)
     hits.restrict("indexer", range(1, 6))
     hits.restrict("mamba", [2, 4, 6])
     assert hits.lengths == [2, 4]
@@ -251,7 +258,7 @@ def test_hits_of_several_pools_are_what_all_can_serve() -> None:
     hits.restrict("swa", [])
     assert hits.pages == 0
     assert "swa" not in hits.by_pool
-    assert kv_hits("kv", 0).by_pool == {}
+    assert kv_prefixes("kv", 0).by_pool == {}
 
 
 def test_names_of_model_and_weights(tmp_path: Any) -> None:

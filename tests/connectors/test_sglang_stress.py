@@ -1,5 +1,5 @@
-"""Several ranks ask, read and write in batches of 128 pages while their sidecar is killed and
-started again: no call raises, no wrong byte lands, and afterwards everything works as ever."""
+"""Several ranks look up, read and write batches of 128 pages while their sidecar is killed and
+restarted: no call raises, no wrong byte is copied, and afterwards everything works."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sidecar_rig import ForkedSidecar, disk, wait_until
 
 RANKS = 3
 BATCH = 128
-"""Pages of the largest batch that SGLang hands over."""
+"""Pages of SGLang's largest batch."""
 FAMILIES = 4
-"""Chains of pages; what a page holds follows from its chain and number."""
+"""Number of page chains. The bytes of a page depend on its chain and its number."""
 KILLS = 3
 BETWEEN = 6
 """Batches of each kind between two kills."""
@@ -23,12 +23,12 @@ WRECKED = b"\xa5"
 
 
 class Engine:
-    """One rank, driven as SGLang drives it: a thread that asks, one that reads, one that writes."""
+    """One rank with the threads of SGLang: one looks up, one reads, one writes."""
 
     def __init__(self, socket: str, number: int) -> None:
         self.host = HostMemory(BATCH * (FAMILIES + 1))
         self.host.fill(17)
-        self.rank = Rank(settings(socket, deadline={"base_ms": 2_000, "cap_ms": 2_000}), self.host)
+        self.rank = Rank(settings(socket, max_wait={"base": 2_000, "max": 2_000}), self.host)
         self.keys = [keys_of(f"family {family}", BATCH) for family in range(FAMILIES)]
         self.right = [self.host.page(page) for page in range(BATCH * FAMILIES)]
         self.done: Counter[str] = Counter()
@@ -47,12 +47,12 @@ class Engine:
         self.ending.set()
         for thread in self._threads:
             thread.join(120)
-            assert not thread.is_alive(), "a call does not end"
+            assert not thread.is_alive(), "a call has not ended"
 
     def ask(self, chance: random.Random) -> None:
         missing = keys_of("missing", BATCH)
         for keys in (*self.keys, missing, self.keys[0][:1] + missing[1:]):
-            run = self.rank.run(keys)
+            run = self.rank.cached_prefix_len(keys)
             if not 0 <= run <= len(keys) or (keys is missing and run):
                 self.faults.append(f"a run of {run}")
         self.done["ask"] += 1
@@ -82,11 +82,11 @@ class Engine:
         try:
             while not self.ending.is_set():
                 each(chance)
-        except Exception as error:  # told by the test: a call of SGLang's must not raise
+        except Exception as error:  # reported by the test: a call of SGLang must not raise
             self.faults.append(repr(error))
 
 
-def test_ranks_go_on_while_their_sidecar_is_killed_and_started_again(tmp_path: Path) -> None:
+def test_ranks_continue_while_their_sidecar_is_killed_and_restarted(tmp_path: Path) -> None:
     log = tmp_path / "sidecar.log"
     sidecar = ForkedSidecar(
         tmp_path, {**slots(2 * BATCH), **disk(tmp_path / "disk", "4MiB")}, stderr=log
@@ -103,11 +103,11 @@ def test_ranks_go_on_while_their_sidecar_is_killed_and_started_again(tmp_path: P
         engine.start()
     try:
         for kill in range(1, KILLS + 1):
-            wait_until(lambda: have_done(kill * BETWEEN), "calls go on")  # noqa: B023
+            wait_until(lambda: have_done(kill * BETWEEN), "calls continue")  # noqa: B023
             sidecar.kill()
             sidecar.start()
         so_far = max(engine.done[kind] for engine in engines for kind in ("ask", "read", "write"))
-        wait_until(lambda: have_done(min(so_far, (KILLS + 2) * BETWEEN)), "calls go on")
+        wait_until(lambda: have_done(min(so_far, (KILLS + 2) * BETWEEN)), "calls continue")
     finally:
         for engine in engines:
             engine.end()
@@ -123,6 +123,6 @@ def test_ranks_go_on_while_their_sidecar_is_killed_and_started_again(tmp_path: P
         engine.rank.close()
     wait_until(lambda: sidecar.stats()["l2"]["slots_leased"] == 0, "nothing stays leased")
     said = log.read_text()
-    assert "breaks the protocol" not in said
+    assert "protocol error" not in said
     assert "Traceback" not in said
     assert sidecar.stop() == 0

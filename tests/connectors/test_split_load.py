@@ -1,5 +1,5 @@
-"""A run loaded from its end while its front is computed: the connector's side, on a store that
-answers as the test says, and whole engines over real stores whose tiers fail half way."""
+"""A prefix whose tail is loaded while its head is computed: the connector over a store that the
+test controls, and whole engines over real stores whose tiers fail in the middle."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import torch
 from end_to_end_rig import (
     BLOCK_TOKENS,
     VOCAB,
-    Ask,
     Baseline,
-    Served,
+    CachedEngine,
+    PromptRequest,
     check_slots_free,
-    settle,
+    flush_store,
     tiny_model,
 )
 from manual_store import ManualClock, ManualStore
 
 from kvstore.blocks.key import Namespace
 from kvstore.connectors.common.guarded_store import GuardedStore
-from kvstore.connectors.common.load_ranges import SEGMENTS_MAX
+from kvstore.connectors.common.load_ranges import RANGES_MAX
 from kvstore.connectors.common.pending_lookups import ROUND_TRIP_MS
-from kvstore.connectors.common.split_load import TwoEnds
+from kvstore.connectors.common.split_load import SplitLoads
 from kvstore.engine.loader import LoadedModel
-from kvstore.interface import Answer, HookMatch, Load
-from kvstore.prefetch.adaptive import WAIT, Adaptive, Begin, Choice, Do, Outlook
-from kvstore.prefetch.load_modes import Way
+from kvstore.interface import HookMatch, Load, LookupStatus
+from kvstore.prefetch.adaptive import WAIT, Action, Adaptive, Decision, LoadState, ModeChoice
+from kvstore.prefetch.load_modes import LoadMode
 from kvstore.shm.slab import Slab
 from kvstore.store.store import Store
 from kvstore.testing.faults import Fault, FaultyTier, Schedule, always, in_turn
@@ -40,31 +40,31 @@ from kvstore.tiers.memory import MemoryTier
 torch.set_num_threads(1)
 
 SPACE = Namespace(model="tiny", dtype="float32", layers=2, kv_heads=1, head_dim=4, block_tokens=4)
-DEADLINE_MS = 500.0
-COMPUTE_2 = Choice(Do.COMPUTE, 2)
+MAX_WAIT_MS = 500.0
+COMPUTE_2 = Decision(Action.COMPUTE, 2)
 
 
 class Scripted(Adaptive):
-    """A policy whose choices the test gives; it keeps what it was told and asked."""
+    """A policy whose decisions the test sets. It records its calls."""
 
-    def __init__(self, *choices: Choice, cap_ms: float = 1e6) -> None:
-        super().__init__(cap_ms)
+    def __init__(self, *choices: Decision, max_wait_ms: float = 1e6) -> None:
+        super().__init__(max_wait_ms)
         self.choices = list(choices)
-        self.outlooks: list[Outlook] = []
+        self.states: list[LoadState] = []
         self.told: list[tuple[str, int, float, float]] = []
-        self.begins = Begin(Way.BOTH)
+        self.begins = ModeChoice(LoadMode.BOTH)
 
-    def choose(self, outlook: Outlook) -> Choice:
-        self.outlooks.append(outlook)
+    def decide_next(self, state: LoadState) -> Decision:
+        self.states.append(state)
         return self.choices.pop(0) if len(self.choices) > 1 else self.choices[0]
 
-    def begin(self, outlook: Outlook) -> Begin:
-        """The first choice is about how to begin."""
-        let_go = self.choose(outlook).do is Do.LET_GO
-        return Begin(Way.COMPUTE) if let_go else self.begins
+    def choose_mode(self, state: LoadState) -> ModeChoice:
+        """The first decision is the load mode."""
+        cancel = self.decide_next(state).action is Action.CANCEL
+        return ModeChoice(LoadMode.COMPUTE) if cancel else self.begins
 
-    def arrived(
-        self, tier: str, blocks: int, low_s: float, high_s: float, *, beside: bool = False
+    def record_arrival(
+        self, tier: str, blocks: int, low_s: float, high_s: float, *, while_computing: bool = False
     ) -> None:
         self.told.append((tier, blocks, low_s, high_s))
 
@@ -77,10 +77,10 @@ class Rig:
         for name, tier in zip(self.hashes, tiers, strict=True):
             if tier:
                 self.store.put(name, bytes(SPACE.block_bytes), tier)
-        self.waits = TwoEnds(
+        self.waits = SplitLoads(
             GuardedStore(self.store),
             policy=policy,
-            deadline_ms=DEADLINE_MS,
+            max_wait_ms=MAX_WAIT_MS,
             min_load_tokens=0,
             clock=self.clock,
         )
@@ -89,20 +89,22 @@ class Rig:
         return self.waits.match("r", self.hashes, first, can_start=can_start)
 
     def loads(self) -> list[Any]:
-        """Tickets that are out, in the order in which they were asked for."""
+        """Open loads, in the order of their requests."""
         return [
-            t for t in self.store.asked if isinstance(t, Load) and t.ticket_id in self.store.open
+            t
+            for t in self.store.operations
+            if isinstance(t, Load) and t.operation_id in self.store.open
         ]
 
-    def first_of(self, ticket: Any) -> int:
-        return self.hashes.index(ticket.hashes[0])
+    def first_of(self, load: Any) -> int:
+        return self.hashes.index(load.hashes[0])
 
     def take(self, blocks: int) -> list[int]:
-        """Take the hit, as after its copy; the places of the blocks taken."""
-        tickets = self.waits.take("r", blocks)
-        names = [name for t in tickets for name in t.hashes[: len(t.slots)]]
-        for ticket in tickets:
-            self.store.release(ticket)
+        """Take the hit, as after its copy; returns the indices of the blocks."""
+        loads = self.waits.take("r", blocks)
+        names = [name for t in loads for name in t.hashes[: len(t.slots)]]
+        for load in loads:
+            self.store.release(load)
         return [self.hashes.index(name) for name in names][:blocks]
 
     def pass_ms(self, milliseconds: float) -> None:
@@ -126,57 +128,57 @@ def rigs() -> Iterator[Any]:
         rig.close()
 
 
-def test_what_lies_below_is_asked_for_from_its_end(rigs: Any) -> None:
+def test_blocks_below_l2_are_loaded_from_the_end(rigs: Any) -> None:
     rig = rigs(Scripted(COMPUTE_2), ["l2"] * 3 + ["disk"] * 100)
-    assert rig.match(0).answer is Answer.PENDING
-    firsts = [rig.first_of(ticket) for ticket in rig.loads()]
+    assert rig.match(0).status is LookupStatus.PENDING
+    firsts = [rig.first_of(load) for load in rig.loads()]
     assert firsts[0] == 0
     assert firsts[1:] == sorted(firsts[1:], reverse=True)
-    assert len(firsts) <= 1 + SEGMENTS_MAX
-    asked = sorted(name for ticket in rig.loads() for name in ticket.hashes)
-    assert asked == rig.hashes, "each block once"
+    assert len(firsts) <= 1 + RANGES_MAX
+    requested = sorted(name for load in rig.loads() for name in load.hashes)
+    assert requested == rig.hashes, "each block once"
 
 
-def test_two_ends_meet(rigs: Any) -> None:
-    """L2's part first; then the front is computed two blocks at a time, and each segment that was
-    reached is let go; what has come behind is taken in one."""
+def test_computed_head_and_loaded_tail_meet(rigs: Any) -> None:
+    """The part in L2 comes first. Then the head is computed two blocks at a time, and each range
+    that was reached is released. The blocks that arrived beyond it are taken at once."""
     policy = Scripted(COMPUTE_2)
     rig = rigs(policy, ["l2"] * 2 + ["disk"] * 12)
-    assert rig.match(0) == HookMatch(Answer.PENDING), "L2 answers within a round trip"
-    by_first = {rig.first_of(ticket): ticket for ticket in rig.loads()}
+    assert rig.match(0) == HookMatch(LookupStatus.PENDING), "L2 answers within a round trip"
+    by_first = {rig.first_of(load): load for load in rig.loads()}
     assert sorted(by_first) == [0, 2, 6, 10]
     rig.store.answer(by_first[0])
     found = rig.match(0)
-    assert (found.answer, found.blocks, found.tiers, found.more) == (
-        Answer.HIT,
+    assert (found.status, found.blocks, found.tiers, found.more) == (
+        LookupStatus.HIT,
         2,
         ("l2", "l2"),
         True,
     )
     assert rig.take(2) == [0, 1]
-    assert rig.match(2) == HookMatch(Answer.PENDING, compute=2)
-    assert policy.outlooks[-1].start == 2 * 4
-    assert list(policy.outlooks[-1].missing) == ["disk"] * 12
-    assert [rig.first_of(t) for t in rig.loads()] == [10, 6, 4], "2 and 3 are the engine's now"
+    assert rig.match(2) == HookMatch(LookupStatus.PENDING, compute=2)
+    assert policy.states[-1].start == 2 * 4
+    assert list(policy.states[-1].pending) == ["disk"] * 12
+    assert [rig.first_of(t) for t in rig.loads()] == [10, 6, 4], "the engine computes 2 and 3"
     rig.store.answer(by_first[10])
-    assert rig.match(4) == HookMatch(Answer.PENDING, compute=2)
-    assert len(policy.outlooks[-1].missing) == 6
+    assert rig.match(4) == HookMatch(LookupStatus.PENDING, compute=2)
+    assert len(policy.states[-1].pending) == 6
     assert [rig.first_of(t) for t in rig.loads()] == [10, 6]
     rig.store.answer(by_first[6])
     found = rig.match(6)
-    assert (found.answer, found.blocks, found.more) == (Answer.HIT, 8, False)
+    assert (found.status, found.blocks, found.more) == (LookupStatus.HIT, 8, False)
     assert rig.take(8) == list(range(6, 14))
     assert len(rig.waits) == 0
     assert rig.waits.counts["hits"] == 1
 
 
-def test_what_comes_in_the_middle_of_a_segment_is_used(rigs: Any) -> None:
-    """Half of a segment has come when the engine reaches it: that half is taken, and the other
-    asked for anew, if it is not computed."""
+def test_blocks_in_the_middle_of_a_range_are_used(rigs: Any) -> None:
+    """Half of a range has arrived when the engine reaches it. That half is taken, and the other one
+    is loaded again if it is not computed."""
     rig = rigs(Scripted(COMPUTE_2, WAIT, COMPUTE_2), ["disk"] * 4)
     rig.match(0)
-    [ticket] = rig.loads()
-    rig.store.answer(ticket, blocks=2, done=False)
+    [load] = rig.loads()
+    rig.store.answer(load, blocks=2, done=False)
     assert rig.match(0).blocks == 2
     assert rig.take(2) == [0, 1]
     assert [rig.first_of(t) for t in rig.loads()] == [2]
@@ -184,10 +186,10 @@ def test_what_comes_in_the_middle_of_a_segment_is_used(rigs: Any) -> None:
     assert rig.loads() == []
 
 
-def test_waiting_hands_over_all_at_once(rigs: Any) -> None:
+def test_waiting_loads_everything_at_once(rigs: Any) -> None:
     rig = rigs(Scripted(COMPUTE_2, WAIT), ["disk"] * 20)
     for segment in (None, *range(5)):
-        assert rig.match(0).answer is Answer.PENDING or segment is None
+        assert rig.match(0).status is LookupStatus.PENDING or segment is None
         if segment is not None:
             rig.store.answer(rig.loads()[segment])
             rig.pass_ms(3)
@@ -195,70 +197,70 @@ def test_waiting_hands_over_all_at_once(rigs: Any) -> None:
     assert (found.blocks, found.more) == (20, False)
 
 
-def test_what_is_not_worth_loading_is_not_asked_for(rigs: Any) -> None:
-    rig = rigs(Scripted(Choice(Do.LET_GO)), ["l2"] * 2 + ["disk"] * 8)
+def test_the_policy_may_skip_a_load(rigs: Any) -> None:
+    rig = rigs(Scripted(Decision(Action.CANCEL)), ["l2"] * 2 + ["disk"] * 8)
     rig.match(0)
-    [ticket] = rig.loads()
-    assert ticket.hashes == tuple(rig.hashes[:2])
-    rig.store.answer(ticket)
+    [load] = rig.loads()
+    assert load.hashes == tuple(rig.hashes[:2])
+    rig.store.answer(load)
     found = rig.match(0)
     assert (found.blocks, found.more) == (2, False)
 
 
-def test_letting_go_keeps_what_has_come(rigs: Any) -> None:
-    """Computing reaches it in one go, without asking the policy again."""
-    policy = Scripted(COMPUTE_2, COMPUTE_2, Choice(Do.LET_GO))
+def test_cancelling_keeps_arrived_blocks(rigs: Any) -> None:
+    """The engine computes up to it at once, without another decision of the policy."""
+    policy = Scripted(COMPUTE_2, COMPUTE_2, Decision(Action.CANCEL))
     rig = rigs(policy, ["disk"] * 12)
     assert rig.match(0).compute == 2
     rig.store.answer(rig.loads()[0])
-    assert rig.match(2) == HookMatch(Answer.PENDING, compute=6)
+    assert rig.match(2) == HookMatch(LookupStatus.PENDING, compute=6)
     assert [rig.first_of(t) for t in rig.loads()] == [8]
-    assert len(policy.outlooks) == 3
+    assert len(policy.states) == 3
     found = rig.match(8)
     assert (found.blocks, found.more) == (4, False)
 
 
 @pytest.mark.parametrize("came", [False, True])
-def test_past_the_deadline_nobody_waits(rigs: Any, came: bool) -> None:
+def test_no_request_waits_longer_than_the_maximum_wait(rigs: Any, came: bool) -> None:
     policy = Scripted(COMPUTE_2, WAIT)
     rig = rigs(policy, ["disk"] * 12)
     rig.match(0)
-    assert rig.match(0) == HookMatch(Answer.PENDING)
+    assert rig.match(0) == HookMatch(LookupStatus.PENDING)
     if came:
         rig.store.answer(rig.loads()[0])
-    rig.pass_ms(DEADLINE_MS)
+    rig.pass_ms(MAX_WAIT_MS)
     found = rig.match(0)
     if came:
-        assert found == HookMatch(Answer.PENDING, compute=8)
+        assert found == HookMatch(LookupStatus.PENDING, compute=8)
         assert rig.match(8).blocks == 4
     else:
-        assert found.answer is Answer.MISS
+        assert found.status is LookupStatus.MISS
         assert rig.loads() == []
-    # That nothing came for so long is told.
+    # The policy learns that no block arrived for so long.
     assert policy.told[-1][0] == "disk"
-    assert policy.told[-1][2:] == (pytest.approx(DEADLINE_MS / 1e3), float("inf"))
+    assert policy.told[-1][2:] == (pytest.approx(MAX_WAIT_MS / 1e3), float("inf"))
 
 
-def test_a_hole_is_computed_and_what_follows_it_is_taken(rigs: Any) -> None:
-    """A segment ends early, because a block in it was lost: the load goes on behind it."""
+def test_a_gap_is_computed_and_later_blocks_are_taken(rigs: Any) -> None:
+    """A range ends early because a block in it was lost. The blocks beyond it are still loaded."""
     rig = rigs(Scripted(COMPUTE_2, WAIT), ["disk"] * 12)
     rig.match(0)
-    by_first = {rig.first_of(ticket): ticket for ticket in rig.loads()}
+    by_first = {rig.first_of(load): load for load in rig.loads()}
     del rig.store.blocks[rig.hashes[1]]
-    for ticket in by_first.values():
-        rig.store.answer(ticket)
+    for load in by_first.values():
+        rig.store.answer(load)
     found = rig.match(0)
     assert (found.blocks, found.more) == (1, True)
     rig.take(1)
-    assert rig.match(1) == HookMatch(Answer.PENDING, compute=3)
+    assert rig.match(1) == HookMatch(LookupStatus.PENDING, compute=3)
     found = rig.match(4)
     assert (found.blocks, found.more) == (8, False)
 
 
 def test_an_engine_that_cannot_start_does_not_compute(rigs: Any) -> None:
     rig = rigs(Scripted(COMPUTE_2), ["disk"] * 12)
-    assert rig.match(0, can_start=False) == HookMatch(Answer.PENDING)
-    assert len(rig.loads()) == 3, "but what it will need is on its way"
+    assert rig.match(0, can_start=False) == HookMatch(LookupStatus.PENDING)
+    assert len(rig.loads()) == 3, "but the blocks it will need are in flight"
     assert rig.match(0, can_start=True).compute == 2
 
 
@@ -266,11 +268,11 @@ def test_l1_that_shrank_starts_over(rigs: Any) -> None:
     rig = rigs(Scripted(COMPUTE_2), ["disk"] * 12)
     assert rig.match(4).compute == 2
     assert rig.match(2).compute == 2
-    asked = sorted(name for ticket in rig.loads() for name in ticket.hashes)
-    assert asked == rig.hashes[4:]
+    requested = sorted(name for load in rig.loads() for name in load.hashes)
+    assert requested == rig.hashes[4:]
 
 
-def test_arrivals_are_told_with_the_looks_between_which_they_came(rigs: Any) -> None:
+def test_arrivals_are_reported_with_the_times_of_the_checks(rigs: Any) -> None:
     policy = Scripted(COMPUTE_2, WAIT)
     rig = rigs(policy, ["disk"] * 8)
     rig.match(0)
@@ -282,21 +284,21 @@ def test_arrivals_are_told_with_the_looks_between_which_they_came(rigs: Any) -> 
     assert policy.told == [("disk", 4, pytest.approx(0.010), pytest.approx(0.014))]
 
 
-def test_a_store_that_says_nothing_is_waited_for_a_round_trip(rigs: Any) -> None:
+def test_a_silent_store_costs_a_round_trip(rigs: Any) -> None:
     rig = rigs(Scripted(COMPUTE_2), ["disk"] * 8)
     rig.store.auto.clear()
-    assert rig.match(0) == HookMatch(Answer.PENDING)
+    assert rig.match(0) == HookMatch(LookupStatus.PENDING)
     rig.pass_ms(ROUND_TRIP_MS + 1)
-    assert rig.match(0).answer is Answer.MISS
+    assert rig.match(0).status is LookupStatus.MISS
 
 
 def test_a_store_that_fails_is_a_miss(rigs: Any) -> None:
     rig = rigs(Scripted(COMPUTE_2), ["disk"] * 8)
     rig.match(0)
     rig.store.reconnect()
-    assert rig.match(0).answer is Answer.MISS
+    assert rig.match(0).status is LookupStatus.MISS
     rig.store.raising = True
-    assert rig.match(2).answer is Answer.MISS
+    assert rig.match(2).status is LookupStatus.MISS
     rig.store.raising = False
 
 
@@ -315,27 +317,36 @@ def test_slots_of_one_slab_only_are_taken_together(rigs: Any) -> None:
 
 
 ROUNDS_MAX = 20
-"""Until some of each kind of choice was made: on a busy machine fewer are to be made."""
+"""Run until every kind of decision was made: a busy machine makes fewer."""
 
 
 class AnyChoice(Adaptive):
-    """Chooses at random: every split there can be."""
+    """Decides at random, so that every split occurs."""
 
-    def __init__(self, seed: int, cap_ms: float = 1e6) -> None:
-        super().__init__(cap_ms)
+    def __init__(self, seed: int, max_wait_ms: float = 1e6) -> None:
+        super().__init__(max_wait_ms)
         self.rng = random.Random(seed)
-        self.made: set[Do | Way] = set()
+        self.made: set[Action | LoadMode] = set()
 
-    def begin(self, outlook: Outlook) -> Begin:
-        way = self.rng.choice([*Way, Way.BOTH, Way.BOTH])
-        self.made.add(way)
-        return Begin(way)
+    def choose_mode(self, state: LoadState) -> ModeChoice:
+        mode = self.rng.choice([*LoadMode, LoadMode.BOTH, LoadMode.BOTH])
+        self.made.add(mode)
+        return ModeChoice(mode)
 
-    def choose(self, outlook: Outlook) -> Choice:
-        do = self.rng.choice([Do.WAIT, Do.WAIT, Do.COMPUTE, Do.COMPUTE, Do.COMPUTE, Do.LET_GO])
-        self.made.add(do)
-        blocks = self.rng.randint(1, len(outlook.missing)) if do is Do.COMPUTE else 0
-        return Choice(do, blocks)
+    def decide_next(self, state: LoadState) -> Decision:
+        action = self.rng.choice(
+            [
+                Action.WAIT,
+                Action.WAIT,
+                Action.COMPUTE,
+                Action.COMPUTE,
+                Action.COMPUTE,
+                Action.CANCEL,
+            ]
+        )
+        self.made.add(action)
+        blocks = self.rng.randint(1, len(state.pending)) if action is Action.COMPUTE else 0
+        return Decision(action, blocks)
 
 
 @pytest.fixture(scope="module")
@@ -348,26 +359,26 @@ def baseline(loaded: LoadedModel) -> Baseline:
     return Baseline(loaded)
 
 
-def asks(seed: int, count: int = 4) -> list[Ask]:
-    """Long prompts of which two share a front."""
+def asks(seed: int, count: int = 4) -> list[PromptRequest]:
+    """Long prompts, two of which share a prefix."""
     rng = np.random.default_rng(seed)
     fronts = [rng.integers(0, VOCAB, 130).tolist() for _ in range(2)]
     return [
-        Ask(tuple(fronts[index % 2] + rng.integers(0, VOCAB, 10 + 9 * index).tolist()))
+        PromptRequest(tuple(fronts[index % 2] + rng.integers(0, VOCAB, 10 + 9 * index).tolist()))
         for index in range(count)
     ]
 
 
-def emptied(served: Served, store: Store) -> None:
-    """Everything lies in the lower tier alone."""
-    settle(store)
+def emptied(served: CachedEngine, store: Store) -> None:
+    """All blocks are only in the lower tier."""
+    flush_store(store)
     store.clear("l2")
-    served.engine.reset_prefix_cache()
+    served.inner.reset_prefix_cache()
 
 
 def reads(schedule: Schedule) -> Schedule:
-    """These faults, of reads alone."""
-    return lambda verb, keys: schedule(verb, keys) if verb == "read" else None
+    """These faults, for reads only."""
+    return lambda call, keys: schedule(call, keys) if call == "read" else None
 
 
 def over(loaded: LoadedModel, *, slots: int = 256) -> tuple[Store, FaultyTier]:
@@ -379,22 +390,22 @@ def over(loaded: LoadedModel, *, slots: int = 256) -> tuple[Store, FaultyTier]:
 def test_output_is_the_same_for_every_split(
     loaded: LoadedModel, baseline: Baseline, seed: int
 ) -> None:
-    """With prompts in a batch, steps smaller than a prompt, and a tier slow enough to race."""
+    """Prompts in a batch, steps smaller than a prompt, and a tier slow enough to race."""
     store, tier = over(loaded)
     policy = AnyChoice(seed)
-    served = Served(
+    served = CachedEngine(
         loaded, store, policy=policy, max_batch_tokens=random.Random(seed).choice([24, 64, 512])
     )
     wanted = asks(seed)
     for ask in wanted:
-        served.ask([ask])
+        served.run([ask])
     spared: set[str] = set()
     for rounds in range(ROUNDS_MAX):
         if rounds >= 3 and "below" in spared and len(policy.made) > 3:
             break
         emptied(served, store)
         tier.schedule = always(Fault.SLOW, "read")
-        for ask, output in zip(wanted, served.ask(wanted), strict=True):
+        for ask, output in zip(wanted, served.run(wanted), strict=True):
             assert output.tokens == baseline.tokens(ask)
             assert sum(output.cached.values()) < len(ask.tokens)
             spared |= {name for name, tokens in output.cached.items() if tokens}
@@ -407,19 +418,21 @@ def test_output_is_the_same_for_every_split(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_output_is_the_same_when_loads_fail_half_way(
+def test_output_is_the_same_when_loads_fail_in_the_middle(
     loaded: LoadedModel, baseline: Baseline, seed: int
 ) -> None:
     store, tier = over(loaded)
-    served = Served(loaded, store, policy=AnyChoice(seed, cap_ms=300.0), deadline_ms=300.0)
+    served = CachedEngine(
+        loaded, store, policy=AnyChoice(seed, max_wait_ms=300.0), max_wait_ms=300.0
+    )
     wanted = asks(seed + 100)
-    served.ask(wanted)
+    served.run(wanted)
     rng = random.Random(seed)
     kinds = [Fault.REFUSED, Fault.ERROR, Fault.TRUNCATED, Fault.CORRUPTED, Fault.SLOW, None, None]
     for _ in range(3):
         emptied(served, store)
         tier.schedule = reads(in_turn([rng.choice(kinds) for _ in range(200)]))
-        for ask, output in zip(wanted, served.ask(wanted), strict=True):
+        for ask, output in zip(wanted, served.run(wanted), strict=True):
             assert output.tokens == baseline.tokens(ask)
         tier.schedule = None
     served.close()
@@ -427,17 +440,17 @@ def test_output_is_the_same_when_loads_fail_half_way(
     store.close()
 
 
-def test_a_tier_that_hangs_half_way_keeps_nobody_past_the_deadline(
+def test_a_tier_that_hangs_in_the_middle_costs_at_most_the_maximum_wait(
     loaded: LoadedModel, baseline: Baseline
 ) -> None:
     store, tier = over(loaded)
-    served = Served(loaded, store, policy=Adaptive(), deadline_ms=200.0)
+    served = CachedEngine(loaded, store, policy=Adaptive(), max_wait_ms=200.0)
     [ask] = asks(7, 1)
-    served.ask([ask])
+    served.run([ask])
     for good in (0, 3, 9):
         emptied(served, store)
         tier.schedule = reads(in_turn([None] * good + [Fault.HUNG] * 200))
-        [output] = served.ask([ask])
+        [output] = served.run([ask])
         assert output.tokens == baseline.tokens(ask)
         tier.schedule = None
         tier.release()
@@ -450,15 +463,15 @@ def test_a_tier_that_hangs_half_way_keeps_nobody_past_the_deadline(
 def test_aborts_and_preemptions_in_the_middle_leak_nothing(
     loaded: LoadedModel, baseline: Baseline, seed: int
 ) -> None:
-    """A pool too small for all, so that running ones are preempted, and one in four is aborted."""
+    """The pool is too small, so that running requests are preempted. One in four is aborted."""
     store, tier = over(loaded)
-    served = Served(loaded, store, policy=AnyChoice(seed), num_pages=84, max_batch_tokens=40)
+    served = CachedEngine(loaded, store, policy=AnyChoice(seed), num_pages=84, max_batch_tokens=40)
     rng = random.Random(seed)
-    wanted = [Ask(ask.tokens, max_tokens=16) for ask in asks(seed + 50, 6)]
+    wanted = [PromptRequest(ask.tokens, max_tokens=16) for ask in asks(seed + 50, 6)]
     for ask in wanted:
-        served.ask([ask])
+        served.run([ask])
     for turn in range(12):
-        if turn > 2 and served.engine.stats()["preemptions"]:
+        if turn > 2 and served.inner.stats()["preemptions"]:
             break
         emptied(served, store)
         tier.schedule = always(Fault.SLOW, "read")
@@ -467,12 +480,12 @@ def test_aborts_and_preemptions_in_the_middle_leak_nothing(
         made: dict[str, list[int]] = {name: [] for name in names}
         ended: dict[str, str] = {}
         steps = 0
-        while served.engine.busy:
+        while served.inner.busy:
             steps += 1
             for name in dead - set(ended):
                 if rng.random() < 0.05 and steps > 3:
-                    served.engine.abort(name)
-            for output in served.engine.step():
+                    served.inner.abort(name)
+            for output in served.inner.step():
                 made[output.request_id] += output.tokens
                 if output.finish_reason:
                     ended[output.request_id] = output.finish_reason
@@ -481,7 +494,7 @@ def test_aborts_and_preemptions_in_the_middle_leak_nothing(
             assert made[name] == right[: len(made[name])]
             assert ended[name] == "abort" or made[name] == right
         tier.schedule = None
-    assert served.engine.stats()["preemptions"] > 0
+    assert served.inner.stats()["preemptions"] > 0
     served.close()
     check_slots_free(store)
     store.close()
@@ -489,13 +502,13 @@ def test_aborts_and_preemptions_in_the_middle_leak_nothing(
 
 def test_the_real_policy_serves_and_learns(loaded: LoadedModel, baseline: Baseline) -> None:
     store, _ = over(loaded)
-    served = Served(loaded, store, policy=Adaptive())
+    served = CachedEngine(loaded, store, policy=Adaptive())
     wanted = asks(3, 1)
     end_s = time.monotonic() + 60.0
     while "below" not in served.hooks.stats()["adaptive"]["tiers"]:
         assert time.monotonic() < end_s
         emptied(served, store)
-        for ask, output in zip(wanted, served.ask(wanted), strict=True):
+        for ask, output in zip(wanted, served.run(wanted), strict=True):
             assert output.tokens == baseline.tokens(ask)
     stats = served.hooks.stats()["adaptive"]
     assert stats["prefill_tokens_per_s"] > 0

@@ -1,4 +1,4 @@
-"""Which blocks of a LoRA adapter may be shared, by what its folder is like and was."""
+"""Which blocks of a LoRA adapter may be shared, depending on its folder and its changes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_vllm_sides import ALL, BLOCK, DEADLINE_MS, Scheduling, bytes_of, chain, request
+from test_vllm_sides import ALL, BLOCK, MAX_WAIT_MS, Scheduling, bytes_of, chain, request
 
-from kvstore.connectors.vllm.lora import ADAPTERS_MAX, CLOCKS_S, FILES_MAX, Adapters, Trust
+from kvstore.connectors.vllm.connector.lora import (
+    ADAPTERS_MAX,
+    CLOCK_SKEW_S,
+    FILES_MAX,
+    Adapters,
+    Trust,
+)
 
 LIMIT_S = 20.0
 
 
 @dataclass
 class Lora:
-    """What is read of vLLM's request for an adapter."""
+    """The attributes of vLLM's LoRA request that are read."""
 
     lora_path: str
     lora_int_id: int = 1
@@ -36,11 +42,11 @@ def write(folder: Path, weights: bytes = b"weights", config: str = "{}") -> Path
 
 @pytest.fixture
 def engine() -> Iterator[Callable[[], Adapters]]:
-    """Engines that start now, after everything that lies there."""
+    """Engines that start now, after all files were written."""
     made: list[Adapters] = []
 
     def start() -> Adapters:
-        made.append(Adapters(clock=lambda: time.time() + 2 * CLOCKS_S))
+        made.append(Adapters(clock=lambda: time.time() + 2 * CLOCK_SKEW_S))
         return made[-1]
 
     yield start
@@ -49,10 +55,10 @@ def engine() -> Iterator[Callable[[], Adapters]]:
 
 
 def ask(adapters: Adapters, lora: Lora) -> tuple[Trust, bytes]:
-    """The answer of a later step, once it is one."""
+    """The first answer of a later step that is not READING."""
     end_s = time.monotonic() + LIMIT_S
     while True:
-        adapters.stepped()
+        adapters.end_step()
         trust, salt = adapters.salt(lora)
         if trust is not Trust.READING:
             return trust, salt
@@ -122,24 +128,26 @@ def test_files_that_change_end_the_adapters_use_of_the_store(
     else:
         assert ask(adapters, Lora(str(other)))[0] is Trust.UNSURE
     assert ask(adapters, lora)[0] is Trust.UNSURE
-    # For good: what the engine has of it is not to be found out. Under another id it is read anew.
+    # Permanent: the files that the engine has read are unknown. Another id is read again.
     shutil.rmtree(folder, ignore_errors=True)
     write(folder)
     assert ask(adapters, lora)[0] is Trust.UNSURE
     known(adapters, Lora(str(folder), 2))
 
 
-def test_within_a_step_the_answer_stays(engine: Callable[[], Adapters], tmp_path: Path) -> None:
+def test_within_a_step_the_answer_does_not_change(
+    engine: Callable[[], Adapters], tmp_path: Path
+) -> None:
     folder = write(tmp_path / "one")
     adapters, lora = engine(), Lora(str(folder))
     salt = known(adapters, lora)
     write(folder, b"weight5")
     assert adapters.salt(lora) == (Trust.KNOWN, salt)
-    adapters.stepped()
+    adapters.end_step()
     assert adapters.salt(lora)[0] in (Trust.UNSURE, Trust.READING)
 
 
-def test_what_is_no_adapter_goes_without_the_store_until_it_is_one(
+def test_an_invalid_adapter_does_not_use_the_store_until_it_is_valid(
     engine: Callable[[], Adapters], tmp_path: Path
 ) -> None:
     folder = tmp_path / "one"
@@ -157,65 +165,65 @@ def test_what_is_no_adapter_goes_without_the_store_until_it_is_one(
     assert ask(adapters, Lora("no-such-owner/no-such-adapter", 2))[0] is Trust.UNSURE
 
 
-def test_a_folder_that_hangs_holds_up_no_step(
+def test_a_hanging_folder_does_not_delay_a_step(
     engine: Callable[[], Adapters], tmp_path: Path
 ) -> None:
-    """A config that is a pipe: whoever reads it waits for a writer."""
+    """The config is a pipe: a reader waits for a writer."""
     folder = write(tmp_path / "one")
     (folder / "adapter_config.json").unlink()
     os.mkfifo(folder / "adapter_config.json")
     adapters, lora = engine(), Lora(str(folder))
     for _ in range(3):
         assert adapters.salt(lora)[0] is Trust.READING
-        adapters.stepped()
+        adapters.end_step()
     writer = threading.Thread(target=(folder / "adapter_config.json").write_text, args=["{}"])
     writer.start()
     known(adapters, lora)
     writer.join(LIMIT_S)
 
 
-def test_adapters_known_have_a_bound(engine: Callable[[], Adapters]) -> None:
+def test_the_number_of_adapters_is_bounded(engine: Callable[[], Adapters]) -> None:
     adapters = engine()
     for number in range(1, ADAPTERS_MAX + 10):
         assert adapters.salt(Lora("/none", number, load_inplace=True))[0] is Trust.UNSURE
-    assert len(adapters._known) == ADAPTERS_MAX
+    assert len(adapters._adapters) == ADAPTERS_MAX
 
 
-def test_a_requests_blocks_are_named_by_its_adapters_files(
+def test_block_hashes_depend_on_the_files_of_the_adapter(
     engine: Callable[[], Adapters], tmp_path: Path
 ) -> None:
     lora = Lora(str(write(tmp_path / "one")))
     rig = Scheduling(*ALL, adapters=engine())
-    rig.hold(4)
-    asked = request()
-    asked.lora_request = lora
-    while rig.side.match(asked, 0) is None:
-        rig.plan()
-    assert rig.side.match(asked, 0) == 0, "other blocks of the same names"
-    rig.side.allocated(asked, range(5), 0)
-    (save,) = rig.plan([("r", 4 * BLOCK)]).saves
+    rig.put(4)
+    req = request()
+    req.lora_request = lora
+    while rig.side.match(req, 0) is None:
+        rig.next_step()
+    assert rig.side.match(req, 0) == 0, "other blocks with the same vLLM hashes"
+    rig.side.start_load(req, range(5), 0)
+    (save,) = rig.next_step([("r", 4 * BLOCK)]).saves
     assert len(set(save.hashes)) == 4
     assert not set(save.hashes) & set(chain(4))
     for index, name in enumerate(save.hashes):
         rig.store.put(name, bytes_of(index), "l2")
-    rig.side.finished(asked)
-    assert rig.side.match(asked, 0) == 4 * BLOCK
-    rig.side.finished(asked)
-    # The files are others, and who knows which the engine has.
+    rig.side.finish_request(req)
+    assert rig.side.match(req, 0) == 4 * BLOCK
+    rig.side.finish_request(req)
+    # The files have changed, so it is unknown which of them the engine has read.
     write(tmp_path / "one", b"weight5")
-    rig.plan()
-    while rig.side.match(asked, 0) is None:
-        rig.plan()
-    assert rig.side.match(asked, 0) == 0
-    rig.side.allocated(asked, range(5), 0)
-    assert rig.plan([("r", 4 * BLOCK)]).saves == []
-    rig.side.finished(asked)
+    rig.next_step()
+    while rig.side.match(req, 0) is None:
+        rig.next_step()
+    assert rig.side.match(req, 0) == 0
+    rig.side.start_load(req, range(5), 0)
+    assert rig.next_step([("r", 4 * BLOCK)]).saves == []
+    rig.side.finish_request(req)
     rig.store.check_idle()
     other = Scheduling(*ALL, adapters=engine())
-    while other.side.match(asked, 0) is None:
-        other.plan()
-    other.side.allocated(asked, range(5), 0)
-    (anew,) = other.plan([("r", 4 * BLOCK)]).saves
+    while other.side.match(req, 0) is None:
+        other.next_step()
+    other.side.start_load(req, range(5), 0)
+    (anew,) = other.next_step([("r", 4 * BLOCK)]).saves
     assert not set(save.hashes) & set(anew.hashes)
 
 
@@ -226,16 +234,16 @@ def test_a_request_waits_for_its_adapters_folder_no_longer_than_for_its_blocks(
     (folder / "adapter_config.json").unlink()
     os.mkfifo(folder / "adapter_config.json")
     rig = Scheduling(*ALL, adapters=engine())
-    asked = request()
-    asked.lora_request = Lora(str(folder))
-    assert rig.side.match(asked, 0) is None
-    rig.clock.advance(DEADLINE_MS / 1e3)
-    assert rig.side.match(asked, 0) == 0
-    rig.side.allocated(asked, range(5), 0)
-    assert rig.plan([("r", 4 * BLOCK)]).saves == []
+    req = request()
+    req.lora_request = Lora(str(folder))
+    assert rig.side.match(req, 0) is None
+    rig.clock.advance(MAX_WAIT_MS / 1e3)
+    assert rig.side.match(req, 0) == 0
+    rig.side.start_load(req, range(5), 0)
+    assert rig.next_step([("r", 4 * BLOCK)]).saves == []
     (folder / "adapter_config.json").open("w").close()
-    saves = rig.plan([("r", 4 * BLOCK)]).saves
+    saves = rig.next_step([("r", 4 * BLOCK)]).saves
     while not saves:
-        saves = rig.plan([("r", 4 * BLOCK)]).saves
-    assert len(saves[0].hashes) == 4, "once it is known, all that is full is offered"
-    rig.side.finished(asked)
+        saves = rig.next_step([("r", 4 * BLOCK)]).saves
+    assert len(saves[0].hashes) == 4, "once the adapter is known, all full blocks are saved"
+    rig.side.finish_request(req)

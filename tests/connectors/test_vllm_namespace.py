@@ -16,7 +16,14 @@ from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, hashes_of, put
 import kvstore
 from kvstore.connectors.common.pending_lookups import ROUND_TRIP_MS
 from kvstore.connectors.common.weights_digest import fingerprint
-from kvstore.connectors.vllm.namespace import (
+from kvstore.connectors.vllm.common.open_store import EMBEDDED, open_store
+from kvstore.connectors.vllm.common.settings import (
+    StoreSettings,
+    check_version,
+    connector_settings,
+)
+from kvstore.connectors.vllm.common.weights_id import identity_of_name
+from kvstore.connectors.vllm.connector.namespace import (
     check_embedded,
     check_outermost,
     hashes_per_block,
@@ -24,13 +31,6 @@ from kvstore.connectors.vllm.namespace import (
     namespaces_of,
     set_engine_flags,
 )
-from kvstore.connectors.vllm.open_store import EMBEDDED, open_store
-from kvstore.connectors.vllm.settings import (
-    StoreSettings,
-    check_version,
-    connector_settings,
-)
-from kvstore.connectors.vllm.weights_id import fingerprint_of_name
 from kvstore.errors import ConfigError
 
 
@@ -178,7 +178,7 @@ def test_ranks_have_namespaces_of_their_own_unless_they_hold_the_same() -> None:
     [
         ({}, a_config(a_spec(), a_spec(SlidingWindowSpec)), "--disable-hybrid-kv-cache-manager"),
         ({}, a_config(a_spec(SlidingWindowSpec)), "has SlidingWindowSpec"),
-        ({}, a_config(), "has none"),
+        ({}, a_config(), "has no KV group"),
         ({"parallel": {"pipeline_parallel_size": 2}}, a_config(a_spec()), "pipeline"),
         ({"parallel": {"decode_context_parallel_size": 2}}, a_config(a_spec()), "context"),
         (
@@ -206,11 +206,11 @@ def test_ranks_have_namespaces_of_their_own_unless_they_hold_the_same() -> None:
                 "cache": {"enable_prefix_caching": False},
             },
             a_config(a_spec()),
-            "mm_processor_cache_gb 0",
+            "mm_processor_cache_gb = 0",
         ),
     ],
 )
-def test_what_cannot_be_kept_right_is_refused_in_one_line(
+def test_an_unsupported_configuration_is_rejected_in_one_line(
     engine: dict[str, Any], config: Any, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
@@ -218,7 +218,7 @@ def test_what_cannot_be_kept_right_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_weights_that_nothing_tells_apart_need_a_revision(tmp_path: Path) -> None:
+def test_weights_without_identity_need_a_revision(tmp_path: Path) -> None:
     """A stream of tensors, an object store beside local JSON, a name without a commit."""
     (tmp_path / "config.json").write_text("{}")
     folder = str(tmp_path)
@@ -254,11 +254,11 @@ def test_how_a_folder_prepares_sounds_is_part_of_the_namespace(tmp_path: Path) -
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     engine = an_engine(model={"model": str(tmp_path), "multimodal_config": an_items(4)})
     found = {namespaces_of(engine, a_config(a_spec()), StoreSettings())[0].digest}
-    names = {fingerprint_of_name(str(tmp_path))}
+    names = {identity_of_name(str(tmp_path))}
     for name in ("preprocessor_config.json", "processor_config.json"):
         (tmp_path / name).write_text("{}")
         found.add(namespaces_of(engine, a_config(a_spec()), StoreSettings())[0].digest)
-        names.add(fingerprint_of_name(str(tmp_path)))
+        names.add(identity_of_name(str(tmp_path)))
     assert len(found) == len(names) == 3
 
 
@@ -269,18 +269,20 @@ def test_an_embedded_store_is_for_one_process() -> None:
     for backend in (None, "uni", "external_launcher"):
         check_embedded(parallel(backend))
     for backend, ranks in (("mp", 1), ("ray", 1), (HfConfig, 1), ("uni", 2)):
-        with pytest.raises(ConfigError, match="a sidecar is right") as caught:
+        with pytest.raises(ConfigError, match="use a sidecar") as caught:
             check_embedded(parallel(backend, ranks))
         assert "\n" not in str(caught.value)
 
 
-def test_inside_another_connector_the_outer_policy_is_looked_at() -> None:
+def test_under_another_connector_its_load_failure_policy_is_checked() -> None:
     own, outer = (
         SimpleNamespace(kv_connector=name, kv_load_failure_policy="fail")
         for name in ("KVStoreConnector", "MultiConnector")
     )
     check_outermost(own, own)
-    with pytest.raises(ConfigError, match="'recompute' beside kv_connector 'MultiConnector'"):
+    with pytest.raises(
+        ConfigError, match=r"'fail' beside kv_connector 'MultiConnector'.*set 'recompute'"
+    ):
         check_outermost(own, outer)
     outer.kv_load_failure_policy = "recompute"
     check_outermost(own, outer)
@@ -327,17 +329,17 @@ def test_versions() -> None:
     check_version("0.32.0")
     check_version("0.32.7.dev1+cpu")
     for version in ("0.31.9", "0.33.0", "1.0.0", "dev"):
-        with pytest.raises(ConfigError, match=r"0\.32 is"):
+        with pytest.raises(ConfigError, match=r"use 0\.32"):
             check_version(version)
 
 
 @pytest.mark.parametrize("name", ["KVStoreConnector", "KVStoreTier"])
-def test_another_release_is_refused_before_anything_of_it_is_imported(
+def test_another_release_is_rejected_before_its_modules_are_imported(
     tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text('__version__ = "0.31.2"')
-    program = f"import kvstore.connectors.vllm as ours; ours.{name}"
+    program = f"import kvstore.connectors.vllm as module; module.{name}"
     path = f"{tmp_path}:{Path(kvstore.__file__).parents[1]}"
     run = subprocess.run(
         [sys.executable, "-c", program],
@@ -347,34 +349,37 @@ def test_another_release_is_refused_before_anything_of_it_is_imported(
         timeout=LIMIT_S,
     )
     last = run.stderr.splitlines()[-1]
-    assert last == "kvstore.errors.ConfigError: vLLM 0.31.2 is not supported; 0.32 is"
+    assert last == "kvstore.errors.ConfigError: vLLM 0.31.2 is not supported; use 0.32"
 
 
-def test_settings_refuse_what_they_do_not_know() -> None:
-    assert connector_settings({"socket": "/s", "prefetch": {"cap_ms": "3s"}}).prefetch.cap_ms == 3e3
+def test_unknown_settings_are_rejected() -> None:
+    assert (
+        connector_settings({"socket": "/s", "prefetch": {"max_wait": "3s"}}).prefetch.max_wait
+        == 3e3
+    )
     with pytest.raises(ConfigError, match=r"kv_connector_extra_config.sockt.*'socket'"):
         connector_settings({"sockt": "/s"})
     with pytest.raises(ConfigError, match="timeout"):
         connector_settings({"prefetch": {"policy": "timout"}})
 
 
-def test_a_save_may_wait_for_an_answer_though_loads_may_not() -> None:
-    assert connector_settings({"prefetch": {"cap_ms": 0}}).save_ms == ROUND_TRIP_MS
-    assert connector_settings({"prefetch": {"cap_ms": "3s"}}).save_ms == 3e3
+def test_a_save_may_wait_for_an_answer_even_if_loads_may_not() -> None:
+    assert connector_settings({"prefetch": {"max_wait": 0}}).max_save_wait == ROUND_TRIP_MS
+    assert connector_settings({"prefetch": {"max_wait": "3s"}}).max_save_wait == 3e3
 
 
-def test_a_route_is_what_the_sidecar_counts_its_traffic_as(tmp_path: Path) -> None:
+def test_the_sidecar_counts_traffic_by_label(tmp_path: Path) -> None:
     sidecar = ForkedSidecar(tmp_path)
-    settings = connector_settings({"socket": sidecar.socket, "route": "chat"})
+    settings = connector_settings({"socket": sidecar.socket, "traffic_label": "chat"})
     opened = open_store(settings, NAMESPACE, engine="e", name="n")
-    put(opened.store, hashes_of("routed", 2))
+    put(opened.store, hashes_of("labelled", 2))
     assert opened.store.sync(LIMIT_S)
-    [user] = sidecar.stats()["use"]["users"]
+    [user] = sidecar.stats()["usage"]["users"]
     opened.close()
-    assert (user["route"], user["saved"]) == ("chat", 2 * NAMESPACE.block_tokens)
-    with pytest.raises(ConfigError, match="route 'no route'"):
+    assert (user["traffic"], user["saved_tokens"]) == ("chat", 2 * NAMESPACE.block_tokens)
+    with pytest.raises(ConfigError, match="traffic label 'no label'"):
         open_store(
-            connector_settings({"socket": sidecar.socket, "route": "no route"}),
+            connector_settings({"socket": sidecar.socket, "traffic_label": "no label"}),
             NAMESPACE,
             engine="e",
             name="n",
@@ -404,16 +409,16 @@ def test_a_fingerprint_sees_names_sizes_and_bytes(tmp_path: Path) -> None:
 
 
 def test_a_name_is_its_own_id_and_a_folder_is_known_by_its_files(tmp_path: Path) -> None:
-    assert fingerprint_of_name("org/model") == ("org/model", "")
+    assert identity_of_name("org/model") == ("org/model", "")
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    assert fingerprint_of_name(str(folder)) == ("mine", ""), "its weights are elsewhere"
+    assert identity_of_name(str(folder)) == ("mine", ""), "its weights are elsewhere"
     (folder / "model.safetensors").write_bytes(b"weights")
-    name, revision = fingerprint_of_name(str(folder))
+    name, revision = identity_of_name(str(folder))
     (folder / "config.json").write_text('{"rope_theta": 1}')
     assert name == "mine"
-    assert fingerprint_of_name(str(folder))[1] != revision
+    assert identity_of_name(str(folder))[1] != revision
 
 
 def test_both_sides_of_an_engine_meet_in_one_embedded_store() -> None:
@@ -433,6 +438,6 @@ def test_both_sides_of_an_engine_meet_in_one_embedded_store() -> None:
         open_store(StoreSettings(embedded={"l3": "1GiB"}), namespace, engine="g", name="x")
 
 
-def test_a_policy_that_vllm_cannot_follow_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'timeout' is right"):
+def test_an_unsupported_prefetch_policy_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="use 'timeout'"):
         connector_settings({"prefetch": {"policy": "adaptive"}})

@@ -1,5 +1,5 @@
-"""What a tier's units are called: whatever fixes their bytes is in the namespace, and no two names
-begin alike."""
+"""Namespace and block hashes of offloaded blocks: everything that the bytes depend on is in the
+namespace, and no two hashes begin alike."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, fill, until_done
 
 import kvstore
 from kvstore.blocks.key import Namespace
-from kvstore.connectors.vllm.settings import TierSettings
-from kvstore.connectors.vllm.tier.offload_keys import UnitStore, namespace_of_units
+from kvstore.connectors.vllm.common.settings import TierSettings
+from kvstore.connectors.vllm.tier.offload_keys import OffloadKeyMap, offload_namespace
 from kvstore.errors import ConfigError
 
 UNIT_BYTES = 4096
@@ -29,7 +29,7 @@ def a_folder(path: Path, weights: bytes = b"weights") -> Path:
 
 
 def a_tier_spec(model: str) -> Any:
-    """What is read of vLLM's `OffloadingSpec`."""
+    """The attributes of vLLM's `OffloadingSpec` that are read."""
     return SimpleNamespace(
         blocks_per_chunk=1,
         replicated_layout=False,
@@ -46,11 +46,11 @@ def a_tier_spec(model: str) -> Any:
 
 
 def named(spec: Any, **settings: Any) -> Namespace:
-    return namespace_of_units(spec, UNIT_BYTES, TierSettings(**settings))
+    return offload_namespace(spec, UNIT_BYTES, TierSettings(**settings))
 
 
-def test_a_model_that_is_no_folder_needs_a_revision(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r'set "revision".*\'org/model\''):
+def test_a_model_that_is_not_a_folder_needs_a_revision(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'org/model'.*set \"revision\""):
         named(a_tier_spec("org/model"))
     with pytest.raises(ConfigError, match='set "revision"'):
         named(a_tier_spec("org/model"), model="mine")
@@ -87,7 +87,7 @@ def of_config(path: str, value: Any) -> Callable[[Any], None]:
         of_config("config.kv_cache_layout", "LBHNC"),
     ],
 )
-def test_whatever_fixes_the_bytes_of_a_unit_is_in_its_namespace(
+def test_everything_the_bytes_depend_on_is_in_the_namespace(
     tmp_path: Path, change: Callable[[Any], None]
 ) -> None:
     spec = a_tier_spec(str(a_folder(tmp_path / "model")))
@@ -96,7 +96,7 @@ def test_whatever_fixes_the_bytes_of_a_unit_is_in_its_namespace(
     assert named(spec).digest != before.digest
 
 
-def test_folders_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> None:
+def test_folders_of_one_name_differ_by_their_files(tmp_path: Path) -> None:
     one, same, other = (
         named(a_tier_spec(str(a_folder(tmp_path / place / "model", weights))))
         for place, weights in (("1", b"weights"), ("2", b"weights"), ("3", b"others"))
@@ -105,39 +105,39 @@ def test_folders_of_one_name_are_told_apart_by_their_files(tmp_path: Path) -> No
 
 
 CATALOGUE_BYTES = 16
-"""Of a name, by which the sidecar's catalogue knows it."""
+"""Leading bytes of a hash that the shared index uses."""
 
 
-def test_one_block_in_two_groups_has_two_names_from_their_first_bytes_on() -> None:
+def test_one_block_in_two_groups_has_two_hashes_that_begin_differently() -> None:
     store = ManualStore(NAMESPACE, 4)
-    units = UnitStore(store)
+    key_map = OffloadKeyMap(store)
     keys = [bytes(range(32)) + group.to_bytes(4, "big") for group in range(40)]
-    for verb in (units.match, units.load, units.save):
-        verb(keys)
-    units.forget()
-    units.match(keys)
-    before, *others, after = (ticket.hashes for ticket in store.asked)
+    for call in (key_map.match, key_map.load, key_map.save):
+        call(keys)
+    key_map.start_epoch()
+    key_map.match(keys)
+    before, *others, after = (operation.hashes for operation in store.operations)
     assert others == [before, before]
-    assert before[0] == keys[0], "vLLM's own where there is one group"
+    assert before[0] == keys[0], "vLLM's own hash if there is one group"
     assert len({name[:CATALOGUE_BYTES] for name in (*before, *after)}) == 2 * len(keys)
 
 
-def test_a_sidecar_tells_one_blocks_groups_apart(tmp_path: Path) -> None:
+def test_a_sidecar_distinguishes_the_groups_of_a_block(tmp_path: Path) -> None:
     keys = [bytes(range(32)) + group.to_bytes(4, "big") for group in range(2)]
     sidecar = ForkedSidecar(tmp_path)
     client = kvstore.connect(sidecar.socket, NAMESPACE)
-    units = UnitStore(client)
-    save = units.save(keys[1:])
+    key_map = OffloadKeyMap(client)
+    save = key_map.save(keys[1:])
     assert save is not None
     until_done(client, save)
     fill(client, save)
-    units.commit(save)
+    key_map.commit(save)
     assert client.sync(LIMIT_S)
-    held = []
+    tiers = []
     for key in keys:
-        asked = units.match([key])
-        assert asked is not None
-        held.append(until_done(client, asked).tiers)
-    assert held == [[], ["l2"]]
+        match = key_map.match([key])
+        assert match is not None
+        tiers.append(until_done(client, match).tiers)
+    assert tiers == [[], ["l2"]]
     client.close()
     assert sidecar.stop() == 0

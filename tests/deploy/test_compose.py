@@ -20,8 +20,8 @@ import pytest
 import typer
 
 from kvstore.cli import build_app
-from kvstore.config.settings import Settings, validated
-from kvstore.store.assembly import check, tier_module
+from kvstore.config.settings import Settings, validate
+from kvstore.store.assembly import check_settings, tier_module
 
 ROOT = Path(__file__).parents[2]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
@@ -94,7 +94,7 @@ def services(profile: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def settings() -> Settings:
     loaded = Settings.load(ROOT / "deploy" / "compose" / "sidecar.toml", environment=False)
-    check(loaded)
+    check_settings(loaded)
     return loaded
 
 
@@ -204,14 +204,14 @@ def test_engines_share_the_sidecars_socket_and_wait_for_it(
 
 
 def test_vllm_is_told_of_a_connector_that_takes_these_options() -> None:
-    from kvstore.connectors.vllm.settings import ConnectorSettings
+    from kvstore.connectors.vllm.common.settings import ConnectorSettings
 
     words = services_of("vllm")["vllm-a"]["command"]
     config = json.loads(words[words.index("--kv-transfer-config") + 1])
     module = importlib.util.find_spec(config["kv_connector_module_path"])
     assert module is not None
-    extra = validated(ConnectorSettings, config["kv_connector_extra_config"])
-    assert extra.wait_ready_ms == 30_000
+    extra = validate(ConnectorSettings, config["kv_connector_extra_config"])
+    assert extra.store_connect_timeout == 30_000
 
 
 def test_gpu_engines_reserve_one_and_cpu_engines_none(
@@ -239,7 +239,7 @@ def test_the_sidecars_configuration_fits_the_stack(
     tiers = {tier.kind: tier.model_extra or {} for tier in settings.tiers}
     assert list(tiers) == ["disk", "redis", "s3"]
     for kind, values in tiers.items():
-        validated(tier_module(kind).Config, values, kind)
+        validate(tier_module(kind).Config, values, kind)
     assert volumes(sidecar)[tiers["disk"]["directory"]] == "blocks"
     assert tiers["redis"]["host"] in services
     endpoint, bucket, limit_s = services["bucket"]["command"]

@@ -16,8 +16,8 @@ import pytest
 import typer
 
 from kvstore.cli import build_app
-from kvstore.config.settings import Settings, validated
-from kvstore.store.assembly import check, tier_module
+from kvstore.config.settings import Settings, validate
+from kvstore.store.assembly import check_settings, tier_module
 
 yaml = pytest.importorskip("yaml", reason="pyyaml is not installed (it is in the dev extra)")
 schemas = pytest.importorskip(
@@ -99,7 +99,7 @@ def engine() -> Manifest:
 @pytest.fixture(scope="module")
 def settings() -> Settings:
     loaded = Settings.load(FOLDER / "base" / "sidecar.toml", environment=False)
-    check(loaded)
+    check_settings(loaded)
     return loaded
 
 
@@ -159,7 +159,7 @@ def test_kustomize_renders_what_kubernetes_takes(name: str) -> None:
 
 def check_secret(data: dict[str, str]) -> None:
     plain = {name: base64.b64decode(value).decode() for name, value in data.items()}
-    assert json.loads(plain["KVSTORE_SERVER__TOKENS"]) == {plain["STORE_TOKEN"]: "team-a"}
+    assert json.loads(plain["KVSTORE_SERVER__AUTH_TOKENS"]) == {plain["STORE_TOKEN"]: "team-a"}
 
 
 def test_the_secrets_are_variables_that_the_sidecar_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +170,8 @@ def test_the_secrets_are_variables_that_the_sidecar_knows(monkeypatch: pytest.Mo
         if equals and not line.startswith("#"):
             monkeypatch.setenv(name, value)
     server = Settings.load(FOLDER / "base" / "sidecar.toml").server
-    assert server.tokens == {os.environ["STORE_TOKEN"]: "team-a"}
-    assert server.admin_token
+    assert server.auth_tokens == {os.environ["STORE_TOKEN"]: "team-a"}
+    assert server.admin_auth_token
 
 
 def test_the_huge_pages_are_as_many_as_the_slab_needs(
@@ -228,9 +228,9 @@ def test_the_configuration_fits_the_pod(sidecar: Manifest, settings: Settings) -
     assert settings.server.host == "0.0.0.0"
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     for tier in settings.tiers:
-        values = validated(tier_module(tier.kind).Config, tier.model_extra or {}, tier.kind)
+        values = validate(tier_module(tier.kind).Config, tier.model_extra or {}, tier.kind)
         assert set(values.directories) <= mounts
-    assert settings.limits.flush_ms / 1e3 < pod(sidecar)["terminationGracePeriodSeconds"]
+    assert settings.limits.shutdown_drain_timeout / 1e3 < pod(sidecar)["terminationGracePeriodSeconds"]
 
 
 def test_the_tiers_in_its_comments_are_right_too(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_the_tiers_in_its_comments_are_right_too(tmp_path: Path) -> None:
     tiers = Settings.load(file, environment=False).tiers
     assert [tier.kind for tier in tiers] == ["redis", "s3"]
     for tier in tiers:
-        validated(tier_module(tier.kind).Config, tier.model_extra or {}, tier.kind)
+        validate(tier_module(tier.kind).Config, tier.model_extra or {}, tier.kind)
 
 
 def test_nothing_runs_as_root_but_who_makes_the_folders(

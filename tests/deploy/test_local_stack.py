@@ -310,5 +310,5 @@ def test_a_bucket_that_cannot_be_made_is_one_line() -> None:
         env={**os.environ, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"},
     )
     assert done.returncode == 1
-    assert "not within 0 s" in done.stderr
+    assert "no bucket after 0 s" in done.stderr
     assert done.stderr.count("\n") == 1

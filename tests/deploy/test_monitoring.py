@@ -101,13 +101,14 @@ class Stack:
         # L2 is small, so that what was asked for before comes from disk.
         self._run("sidecar", [
             *kvstore, "serve", "--socket", socket, "--port", str(self.ports["sidecar"]),
-            "--l2", "2MiB", "--slot", "64KiB", "--disk", str(folder / "disk"),
+            "--l2", "2MiB", "--slot-bytes", "64KiB", "--disk", str(folder / "disk"),
             "--disk-capacity", "64MiB", "--codec", "zstd-planes",
         ])  # fmt: skip
         self._run("engine", [
             *kvstore, "engine", "--model", "random", "--model-name", "m", "--port",
-            str(self.ports["engine"]), "--store", socket, "--wait-store-s", "60", "--num-pages",
-            "96", "--threads", "1", "--route", "all", "--min-load-tokens", "0",
+            str(self.ports["engine"]), "--store", socket, "--store-connect-timeout", "60s",
+            "--num-pages", "96", "--threads", "1", "--traffic-label", "all",
+            "--min-load-tokens", "0",
         ])  # fmt: skip
         self._scrape()
         wait_until(lambda: get(self.url("engine", "/health")), "the engine")
@@ -124,12 +125,12 @@ class Stack:
         result: list[dict[str, Any]] = answer["data"]["result"]
         return result
 
-    def ask(self, prompt: str, route: str) -> None:
+    def ask(self, prompt: str, traffic_label: str) -> None:
         body = {"model": "m", "prompt": prompt, "max_tokens": 2}
         request = urllib.request.Request(
             self.url("engine", "/v1/completions"),
             data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json", "X-KVStore-Route": route},
+            headers={"Content-Type": "application/json", "X-KVStore-Traffic-Label": traffic_label},
         )
         with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
             assert answer.status == 200
@@ -214,7 +215,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def served_from_disk(stack: Stack) -> bool:
-    found = stack.query('kvstore_served_bytes_total{tier="disk"}')
+    found = stack.query('kvstore_hit_bytes_total{tier="disk"}')
     return bool(found) and float(found[0]["value"][1]) > 0
 
 

@@ -176,7 +176,7 @@ def test_the_wheel_alone_serves(wheel: Path, tmp_path: Path) -> None:
     command = str(binary / "kvstore")
     assert run(command, "version").stdout.strip().endswith(kvstore.__version__)
     tokens = list(range(40))
-    hashed = run(command, "hash", "--tokens", "-", stdin=json.dumps(tokens))
+    hashed = run(command, "hash", "--token-ids", "-", stdin=json.dumps(tokens))
     assert hashed.returncode == 0, hashed.stderr
     assert all(one.hex() in hashed.stdout for one in hash_tokens(tokens))
     config = tmp_path / "config.json"
@@ -192,7 +192,7 @@ def test_the_wheel_alone_serves(wheel: Path, tmp_path: Path) -> None:
             }
         )
     )
-    planned = run(command, "plan", str(config), "--ram", "1GiB", "--json")
+    planned = run(command, "plan", str(config), "--l2", "1GiB", "--json")
     assert json.loads(planned.stdout)["bytes_per_token"] == 131_072, planned.stderr
     refused = run(command, "engine", "--model", "random")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
@@ -203,7 +203,7 @@ def test_the_wheel_alone_serves(wheel: Path, tmp_path: Path) -> None:
 def serves(command: str, folder: Path) -> None:
     """The sidecar starts, is ready, and ends when told."""
     words = [command, "serve", "--socket", str(folder / "s"), "--port", "0", "--l2", "64MiB"]
-    words += ["--slot", "64KiB", "--disk", str(folder / "disk"), "--disk-capacity", "64MiB"]
+    words += ["--slot-bytes", "64KiB", "--disk", str(folder / "disk"), "--disk-capacity", "64MiB"]
     with Child(words, ready=lambda line: line.startswith("kvstore ready")) as child:
         line = child.wait_ready(LIMIT_S)
         found = re.search(r"http://[^\s,]+", line)

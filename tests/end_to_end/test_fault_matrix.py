@@ -1,8 +1,8 @@
-"""Every fault at every tier, under a real engine: its output is what it is without kvstore, it does
-not wait for what hangs, the fault is counted, and the tier comes back by itself.
+"""Every fault at every tier, under a real engine. The output equals output without kvstore, no
+request waits for a hung tier, the fault is counted, and the tier recovers by itself.
 
-The tiers are real (a directory, a Valkey server, an S3 server); faults strike between the store and
-the tier, or are the server's own death.
+The tiers are real (a directory, a Valkey server, an S3 server). Faults are injected between the
+store and the tier, or the server is killed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import s3_rig
 from end_to_end_rig import (
     BLOCK_TOKENS,
     VOCAB,
-    Ask,
     Baseline,
-    Served,
+    CachedEngine,
+    PromptRequest,
     tiny_model,
 )
 
@@ -33,22 +33,20 @@ from kvstore.store.store import Store
 from kvstore.testing.faults import Fault, FaultyTier, always
 from kvstore.tiers import disk, redis
 from kvstore.tiers.base import Tier
-from kvstore.tiers.wrappers import Breaker, Deadline
+from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker
 
 LIMIT_S = 60.0
-"""A hang guard, no measure."""
-DEADLINE_MS = 300.0
-"""Of a request."""
+"""Timeout of every wait. It only guards against hangs."""
+MAX_WAIT_MS = 300.0
+"""Maximum wait of a request."""
 CALL_LIMIT_S = 1.0
-"""Of a call to a tier: a healthy one under load ends sooner."""
+"""Timeout of a tier call. A healthy tier under load answers sooner."""
 PROMPT_TOKENS = 50
 HIT = PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
 SLOTS = 256
 KINDS = ("disk", "redis", "s3")
-STRIKES = [
-    (fault, verb) for fault in Fault for verb in ("read", "write") if fault is not Fault.FULL
-]
-STRIKES.append((Fault.FULL, "write"))
+FAULTS = [(fault, call) for fault in Fault for call in ("read", "write") if fault is not Fault.FULL]
+FAULTS.append((Fault.FULL, "write"))
 
 
 @pytest.fixture(scope="module")
@@ -62,26 +60,26 @@ def baseline(loaded: LoadedModel) -> Baseline:
 
 
 @pytest.fixture(scope="module")
-def endings() -> Iterator[ExitStack]:
+def resources() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture(scope="module")
-def valkey(endings: ExitStack, tmp_path_factory: pytest.TempPathFactory) -> redis_rig.Server:
+def valkey(resources: ExitStack, tmp_path_factory: pytest.TempPathFactory) -> redis_rig.Server:
     server = redis_rig.Server(tmp_path_factory.mktemp("valkey"), redis_rig.valkey_binary())
-    endings.callback(server.stop)
+    resources.callback(server.stop)
     return server
 
 
 @pytest.fixture(scope="module")
-def seaweed(endings: ExitStack) -> s3_rig.S3Server:
-    return endings.enter_context(s3_rig.running_server())
+def seaweed(resources: ExitStack) -> s3_rig.S3Server:
+    return resources.enter_context(s3_rig.running_server())
 
 
 @pytest.fixture
 def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Tier]:
-    """A fresh tier of a kind; its server is started when the first test needs it."""
+    """Creates an empty tier of a kind. Its server starts when the first test needs it."""
 
     def make(kind: str) -> Tier:
         if kind == "disk":
@@ -96,58 +94,68 @@ def make_tier(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str],
     return make
 
 
-class Site:
-    """An engine over a store whose one tier can be made to fail."""
+class FaultRig:
+    """Two engines over a store with one tier that fails on demand."""
 
     def __init__(self, loaded: LoadedModel, tier: Tier) -> None:
         self.faulty = FaultyTier(tier, slow_s=1.2 * CALL_LIMIT_S)
         self.name = tier.name
-        guarded = Breaker(Deadline(self.faulty, CALL_LIMIT_S), failures=2, reset_s=0.05)
+        wrapped = CircuitBreaker(CallTimeout(self.faulty, CALL_LIMIT_S), failures=2, reset_s=0.05)
         slab = Slab.create(SLOTS, loaded.namespace(BLOCK_TOKENS).block_bytes)
-        self.store = Store(slab, [guarded])
-        self.hurried = Served(loaded, self.store, deadline_ms=DEADLINE_MS)
-        self.patient = Served(loaded, self.store, deadline_ms=LIMIT_S * 1e3)
+        self.store = Store(slab, [wrapped])
+        self.short_wait = CachedEngine(loaded, self.store, max_wait_ms=MAX_WAIT_MS)
+        self.long_wait = CachedEngine(loaded, self.store, max_wait_ms=LIMIT_S * 1e3)
 
-    def settle(self) -> None:
-        """What was saved lies in the tier."""
+    def flush(self) -> None:
+        """Wait until all saved blocks are in the tier."""
         until(lambda: self.store.flush(5.0), "never written")
 
-    def forget(self) -> None:
-        """Only the tier holds anything."""
+    def clear_caches(self) -> None:
+        """Clear L2 and the engines' caches. Only the tier keeps its blocks."""
         self.store.clear("l2")
-        for served in (self.hurried, self.patient):
-            assert served.engine.reset_prefix_cache()
+        for engine in (self.short_wait, self.long_wait):
+            assert engine.inner.reset_prefix_cache()
 
-    def trouble(self) -> int:
-        """Everything that is counted when a tier does not do what it is asked."""
+    def error_count(self) -> int:
+        """Sum of all error counters of the tier."""
         stats = self.store.stats()["tiers"][self.name]
-        names = ("faults", "checksum_failures", "breaker_refused", "breaker_opened", "late")
+        names = (
+            "errors",
+            "checksum_failures",
+            "breaker_rejected",
+            "breaker_opened",
+            "deadline_exceeded",
+        )
         return sum(int(stats.get(name, 0)) for name in names)
 
     def close(self) -> None:
         self.faulty.release()
-        for served in (self.hurried, self.patient):
-            served.close()
-        # A call that was late a moment ago may keep the tier down for another one.
-        self.settle()
-        until(lambda: not self.store.stats()["l2"]["flights"], "a flight never lands")
+        for engine in (self.short_wait, self.long_wait):
+            engine.close()
+        # A recent timeout may keep the circuit breaker open for another moment.
+        self.flush()
+        until(lambda: not self.store.stats()["l2"]["loads_in_flight"], "a load never ends")
         self.store.clear("l2")
         stats = self.store.stats()["l2"]
         assert stats["slots_free"] == stats["slots"], stats
         self.store.close()
 
 
-def prompts(count: int, seed: int) -> list[Ask]:
+def prompts(count: int, seed: int) -> list[PromptRequest]:
     rng = np.random.default_rng(seed)
-    return [Ask(tuple(rng.integers(0, VOCAB, PROMPT_TOKENS).tolist())) for _ in range(count)]
+    return [
+        PromptRequest(tuple(rng.integers(0, VOCAB, PROMPT_TOKENS).tolist())) for _ in range(count)
+    ]
 
 
-def check_output(served: Served, baseline: Baseline, asks: list[Ask]) -> dict[str, int]:
-    """Same tokens as without kvstore; hits by tier."""
+def check_output(
+    engine: CachedEngine, baseline: Baseline, requests: list[PromptRequest]
+) -> dict[str, int]:
+    """Check for the same tokens as without kvstore. Returns hit tokens by tier."""
     hits: dict[str, int] = {}
-    for ask in asks:
-        [output] = served.ask([ask])
-        assert output.tokens == baseline.tokens(ask), ask
+    for request in requests:
+        [output] = engine.run([request])
+        assert output.tokens == baseline.tokens(request), request
         for tier, tokens in output.cached.items():
             hits[tier] = hits.get(tier, 0) + tokens
     return hits
@@ -160,171 +168,175 @@ def until(true: Callable[[], Any], what: str) -> None:
         time.sleep(0.02)
 
 
-def comes_back(site: Site, baseline: Baseline, asks: list[Ask]) -> None:
-    """Without being told, the tier takes and gives again: a second look at the prompts hits."""
+def check_recovery(rig: FaultRig, baseline: Baseline, requests: list[PromptRequest]) -> None:
+    """The tier recovers by itself: it accepts writes, and the prompts hit again."""
 
     def hits_all() -> bool:
-        site.forget()
-        check_output(site.patient, baseline, asks)
-        site.store.flush(1.0)
-        site.forget()
-        return check_output(site.patient, baseline, asks).get(site.name, 0) == len(asks) * HIT
+        rig.clear_caches()
+        check_output(rig.long_wait, baseline, requests)
+        rig.store.flush(1.0)
+        rig.clear_caches()
+        return (
+            check_output(rig.long_wait, baseline, requests).get(rig.name, 0) == len(requests) * HIT
+        )
 
-    until(hits_all, "the tier never comes back")
+    until(hits_all, "the tier never recovers")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("fault", "verb"), STRIKES)
+@pytest.mark.parametrize(("fault", "call"), FAULTS)
 def test_a_fault_is_a_miss(
     loaded: LoadedModel,
     baseline: Baseline,
     make_tier: Callable[[str], Tier],
     kind: str,
     fault: Fault,
-    verb: str,
+    call: str,
 ) -> None:
-    site = Site(loaded, make_tier(kind))
-    known, new = prompts(2, seed=1), prompts(2, seed=2)
-    check_output(site.hurried, baseline, known)
-    site.settle()
-    site.forget()
-    before = site.trouble()
+    rig = FaultRig(loaded, make_tier(kind))
+    saved, new = prompts(2, seed=1), prompts(2, seed=2)
+    check_output(rig.short_wait, baseline, saved)
+    rig.flush()
+    rig.clear_caches()
+    before = rig.error_count()
 
-    site.faulty.schedule = always(fault, verb)
-    # While it lasts (a call that hangs hangs until it is released below) every request ends.
-    check_output(site.hurried, baseline, known + new)
-    site.store.flush(0.2)
-    site.forget()
-    hits = check_output(site.hurried, baseline, known + new)
-    if verb == "read" and fault is not Fault.SLOW:
-        assert not hits.get(site.name), "a hit, out of a tier that gives nothing"
-    if verb == "write" and fault in (Fault.TRUNCATED, Fault.CORRUPTED):
-        # What was damaged on its way down is found out on its way up.
-        site.settle()
-        site.forget()
-        check_output(site.patient, baseline, new)
-    until(lambda: site.trouble() > before, "nothing was counted")
+    rig.faulty.schedule = always(fault, call)
+    # Every request ends during the fault. A hung call hangs until `release` below.
+    check_output(rig.short_wait, baseline, saved + new)
+    rig.store.flush(0.2)
+    rig.clear_caches()
+    hits = check_output(rig.short_wait, baseline, saved + new)
+    if call == "read" and fault is not Fault.SLOW:
+        assert not hits.get(rig.name), "a hit in a tier that cannot be read"
+    if call == "write" and fault in (Fault.TRUNCATED, Fault.CORRUPTED):
+        # A block corrupted by a write is detected when it is read.
+        rig.flush()
+        rig.clear_caches()
+        check_output(rig.long_wait, baseline, new)
+    until(lambda: rig.error_count() > before, "nothing was counted")
 
-    site.faulty.schedule = None
-    site.faulty.release()
-    comes_back(site, baseline, known + new)
-    site.close()
+    rig.faulty.schedule = None
+    rig.faulty.release()
+    check_recovery(rig, baseline, saved + new)
+    rig.close()
 
 
 @pytest.mark.parametrize("fault", [Fault.REFUSED, Fault.HUNG, Fault.ERROR, Fault.SLOW])
-def test_a_fault_of_a_question_is_a_miss(
+def test_a_fault_of_a_probe_is_a_miss(
     loaded: LoadedModel, baseline: Baseline, make_tier: Callable[[str], Tier], fault: Fault
 ) -> None:
-    """Only a tier that has to be asked what it holds can fail at that."""
-    site = Site(loaded, make_tier("redis"))
-    asks = prompts(2, seed=3)
-    site.faulty.schedule = always(fault, "contains")
-    before = site.trouble()
-    check_output(site.hurried, baseline, asks)
-    until(lambda: site.trouble() > before, "nothing was counted")
-    site.faulty.schedule = None
-    site.faulty.release()
-    comes_back(site, baseline, asks)
-    site.close()
+    """Only a tier without a local index can fail here."""
+    rig = FaultRig(loaded, make_tier("redis"))
+    requests = prompts(2, seed=3)
+    rig.faulty.schedule = always(fault, "contains")
+    before = rig.error_count()
+    check_output(rig.short_wait, baseline, requests)
+    until(lambda: rig.error_count() > before, "nothing was counted")
+    rig.faulty.schedule = None
+    rig.faulty.release()
+    check_recovery(rig, baseline, requests)
+    rig.close()
 
 
-def burst(site: Site, baseline: Baseline, asks: list[Ask], strike: Callable[[], None]) -> None:
-    """Ask for all at once; in the midst of it something happens."""
-    names = site.hurried.submit(asks)
+def burst(
+    rig: FaultRig, baseline: Baseline, requests: list[PromptRequest], inject: Callable[[], None]
+) -> None:
+    """Run all requests concurrently and inject a fault after a few steps."""
+    names = rig.short_wait.submit(requests)
     made: dict[str, list[int]] = {name: [] for name in names}
     step = 0
-    while site.hurried.engine.busy:
+    while rig.short_wait.inner.busy:
         step += 1
         if step == 4:
-            strike()
-        for output in site.hurried.engine.step():
+            inject()
+        for output in rig.short_wait.inner.step():
             made[output.request_id] += output.tokens
     assert step > 4
-    for name, ask in zip(names, asks, strict=True):
-        assert made[name] == baseline.tokens(ask)
+    for name, request in zip(names, requests, strict=True):
+        assert made[name] == baseline.tokens(request)
 
 
-def test_redis_killed_in_the_midst_of_writes_and_restarted_empty(
+def test_redis_killed_during_writes_and_restarted_empty(
     loaded: LoadedModel, baseline: Baseline, valkey: redis_rig.Server, tmp_path: Path
 ) -> None:
     config = redis.Config(url=f"redis://{valkey.address}", prefix=tmp_path.name)
-    site = Site(loaded, redis.open(config))
-    known, new = prompts(3, seed=4), prompts(5, seed=5)
-    check_output(site.hurried, baseline, known)
-    site.settle()
-    site.forget()
-    burst(site, baseline, known + new, valkey.kill)
-    check_output(site.hurried, baseline, prompts(2, seed=6))
-    assert site.trouble()
+    rig = FaultRig(loaded, redis.open(config))
+    saved, new = prompts(3, seed=4), prompts(5, seed=5)
+    check_output(rig.short_wait, baseline, saved)
+    rig.flush()
+    rig.clear_caches()
+    burst(rig, baseline, saved + new, valkey.kill)
+    check_output(rig.short_wait, baseline, prompts(2, seed=6))
+    assert rig.error_count()
     valkey.start()
-    with_client = valkey.client()
-    assert with_client.dbsize() == 0
-    with_client.close()
-    site.forget()
-    # What it is remembered to hold and does not is a miss too.
-    check_output(site.patient, baseline, known)
-    comes_back(site, baseline, known + new)
-    site.close()
+    client = valkey.client()
+    assert client.dbsize() == 0
+    client.close()
+    rig.clear_caches()
+    # A known location without its block is a miss too.
+    check_output(rig.long_wait, baseline, saved)
+    check_recovery(rig, baseline, saved + new)
+    rig.close()
 
 
-def test_redis_hangs_and_wakes(
+def test_redis_hangs_and_recovers(
     loaded: LoadedModel, baseline: Baseline, valkey: redis_rig.Server, tmp_path: Path
 ) -> None:
-    """SIGSTOP of the server: connections stand, nothing is answered."""
+    """SIGSTOP of the server: its connections stay open, and it answers nothing."""
     config = redis.Config(url=f"redis://{valkey.address}", prefix=tmp_path.name)
-    site = Site(loaded, redis.open(config))
-    known, new = prompts(3, seed=7), prompts(3, seed=8)
-    check_output(site.hurried, baseline, known)
-    site.settle()
-    site.forget()
+    rig = FaultRig(loaded, redis.open(config))
+    saved, new = prompts(3, seed=7), prompts(3, seed=8)
+    check_output(rig.short_wait, baseline, saved)
+    rig.flush()
+    rig.clear_caches()
     valkey.freeze()
     try:
-        check_output(site.hurried, baseline, known + new)
+        check_output(rig.short_wait, baseline, saved + new)
     finally:
         valkey.thaw()
-    assert site.trouble()
-    comes_back(site, baseline, known + new)
-    site.close()
+    assert rig.error_count()
+    check_recovery(rig, baseline, saved + new)
+    rig.close()
 
 
-def test_s3_killed_in_the_midst_of_writes_and_restarted_empty(
+def test_s3_killed_during_writes_and_restarted_empty(
     loaded: LoadedModel, baseline: Baseline, seaweed: s3_rig.S3Server
 ) -> None:
     bucket = seaweed.new_bucket()
-    site = Site(loaded, seaweed.open(bucket, timeout="2s"))
-    known, new = prompts(3, seed=9), prompts(5, seed=10)
-    check_output(site.hurried, baseline, known)
-    site.settle()
-    site.forget()
-    burst(site, baseline, known + new, seaweed.kill)
-    check_output(site.hurried, baseline, prompts(2, seed=11))
-    assert site.trouble()
+    rig = FaultRig(loaded, seaweed.open(bucket, timeout="2s"))
+    saved, new = prompts(3, seed=9), prompts(5, seed=10)
+    check_output(rig.short_wait, baseline, saved)
+    rig.flush()
+    rig.clear_caches()
+    burst(rig, baseline, saved + new, seaweed.kill)
+    check_output(rig.short_wait, baseline, prompts(2, seed=11))
+    assert rig.error_count()
     shutil.rmtree(seaweed.directory / "data")
     (seaweed.directory / "data").mkdir()
     seaweed.start()
-    site.forget()
-    # Without its bucket, and with an empty one.
-    check_output(site.patient, baseline, known)
+    rig.clear_caches()
+    # First without the bucket, then with an empty one.
+    check_output(rig.long_wait, baseline, saved)
     seaweed.client.create_bucket(Bucket=bucket)
-    comes_back(site, baseline, known + new)
-    site.close()
+    check_recovery(rig, baseline, saved + new)
+    rig.close()
 
 
-def test_a_disk_emptied_behind_its_back(
+def test_disk_files_truncated_while_in_use(
     loaded: LoadedModel, baseline: Baseline, tmp_path: Path
 ) -> None:
-    """Its files are cut to nothing while it is in use; then it goes on with new ones."""
+    """The tier's files are truncated while it is open. It continues with new files."""
     folder = tmp_path / "disk"
-    site = Site(loaded, disk.open(disk.Config(directory=str(folder), capacity=16 << 20)))
-    known = prompts(3, seed=12)
-    check_output(site.hurried, baseline, known)
-    site.settle()
-    site.forget()
+    rig = FaultRig(loaded, disk.open(disk.Config(directory=str(folder), capacity=16 << 20)))
+    saved = prompts(3, seed=12)
+    check_output(rig.short_wait, baseline, saved)
+    rig.flush()
+    rig.clear_caches()
     for path in folder.rglob("*"):
         if path.is_file() and path.stat().st_size > 1 << 16:
             with path.open("r+b") as file:
                 file.truncate(4096)
-    hits = check_output(site.patient, baseline, known)
-    assert not hits.get(site.name)
-    comes_back(site, baseline, prompts(3, seed=13))
-    site.close()
+    hits = check_output(rig.long_wait, baseline, saved)
+    assert not hits.get(rig.name)
+    check_recovery(rig, baseline, prompts(3, seed=13))
+    rig.close()

@@ -89,8 +89,8 @@ class Rig:
             self.session,
             runner.pool,
             PAGE_TOKENS,
-            policy=WaitComplete(cap_ms=LIMIT_S * 1e3),
-            deadline_ms=LIMIT_S * 1e3,
+            policy=WaitComplete(max_wait_ms=LIMIT_S * 1e3),
+            max_wait_ms=LIMIT_S * 1e3,
             min_load_tokens=0,
             copier=self.copier,
         )
@@ -142,7 +142,7 @@ def test_a_request_that_ends_while_its_load_runs_leaves_the_order_to_the_next(
         assert engine.scheduler.schedule() == []
         ended = engine.transfers.poll(0.05)
     for load, blocks in ended:
-        engine.scheduler.loaded(load, blocks)
+        engine.scheduler.complete_load(load, blocks)
     engine.abort("gone")
     assert second.copier.ordered == []
     [found] = engine.generate([new], max_tokens=4, ignore_eos=True)

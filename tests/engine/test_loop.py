@@ -208,7 +208,7 @@ def test_random_scenes_meet_every_situation() -> None:
     assert stats["cached_tokens"]["l1"] > 0
     assert stats["cached_tokens"]["l2"] > 0
     assert stats["hooks"]["loads"] > 1
-    assert stats["blocks_offered"] > 0
+    assert stats["save_blocks"] > 0
 
 
 # ---- exact counts of cached tokens ----

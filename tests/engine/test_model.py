@@ -83,9 +83,9 @@ def test_interleaved_pairs_are_half_split_ones_reordered() -> None:
     half = RopeTable(RopeConfig(), 16, 32, CPU)
     inter = RopeTable(RopeConfig(interleaved=True), 16, 32, CPU)
     order = torch.arange(16).view(2, 8).T.reshape(-1)
-    expected = half.turn(x, *half.at(positions))[..., order]
-    torch.testing.assert_close(inter.turn(x[..., order], *inter.at(positions)), expected)
-    assert not torch.allclose(inter.turn(x, *inter.at(positions))[..., order], expected)
+    expected = half.rotate(x, *half.at(positions))[..., order]
+    torch.testing.assert_close(inter.rotate(x[..., order], *inter.at(positions)), expected)
+    assert not torch.allclose(inter.rotate(x, *inter.at(positions))[..., order], expected)
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,11 @@ def test_a_short_alloc_takes_nothing() -> None:
 def test_a_page_is_free_when_its_last_holder_drops_it() -> None:
     pool = PagePool(4)
     pages = pool.alloc(3)
-    pool.hold(pages[:2])
-    assert pool.drop(pages) == 1
+    pool.add_ref(pages[:2])
+    assert pool.drop_ref(pages) == 1
     assert pool.free == 2
     assert [pool.count(int(page)) for page in pages] == [1, 1, 0]
-    assert pool.drop(pages[:2]) == 2
+    assert pool.drop_ref(pages[:2]) == 2
     assert pool.free == 4
     pool.check()
 
@@ -46,7 +46,7 @@ def test_a_page_is_free_when_its_last_holder_drops_it() -> None:
 def test_a_free_page_is_neither_held_nor_dropped(verb: str) -> None:
     pool = PagePool(4)
     pages = pool.alloc(2)
-    pool.drop(pages[:1])
+    pool.drop_ref(pages[:1])
     with pytest.raises(AssertionError, match=f"page {pages[0]} is free"):
         getattr(pool, verb)(pages)
     assert pool.count(int(pages[1])) == 1, "the call that failed changed nothing"
@@ -57,7 +57,7 @@ def test_a_free_page_is_neither_held_nor_dropped(verb: str) -> None:
 def test_a_page_named_twice_in_one_call_is_refused(verb: str) -> None:
     pool = PagePool(4)
     page = int(pool.alloc(1)[0])
-    pool.hold(ids(page))
+    pool.add_ref(ids(page))
     with pytest.raises(AssertionError, match="twice"):
         getattr(pool, verb)(ids(page, page))
     assert pool.count(page) == 2, "the call that failed changed nothing"
@@ -68,9 +68,9 @@ def test_pages_outside_the_pool_are_refused() -> None:
     pool.alloc(4)
     for pages in (ids(4), ids(0, 4), ids(-1, 0), ids(2_000_000_000)):
         with pytest.raises(IndexError):
-            pool.drop(pages)
+            pool.drop_ref(pages)
     with pytest.raises(AssertionError, match="below 0"):
-        pool.drop(ids(-1))
+        pool.drop_ref(ids(-1))
     assert [pool.count(page) for page in range(4)] == [1] * 4
 
 
@@ -78,6 +78,6 @@ def test_allocated_ids_stay_as_they_were_given() -> None:
     pool = PagePool(4)
     first = pool.alloc(2)
     given = first.tolist()
-    pool.drop(first)
+    pool.drop_ref(first)
     pool.alloc(4)
     assert first.tolist() == given

@@ -18,6 +18,7 @@ from radix_reference import Prefix, Reference, array, contents
 
 from kvstore.engine.pages import PagePool
 from kvstore.engine.radix import RadixCache
+from kvstore.engine.radix_check import check_tree
 from kvstore.engine.radix_node import Node
 
 POOL_PAGES = 24
@@ -73,7 +74,7 @@ class RadixMachine(RuleBasedStateMachine):
         if keep:
             self.plain.outside += pages.tolist()
         else:
-            self.pool.drop(pages)
+            self.pool.drop_ref(pages)
         return self.lock(done.node, at) if lock else multiple()
 
     def lock(self, node: Node, at: Prefix) -> tuple[Node, Prefix]:
@@ -115,7 +116,7 @@ class RadixMachine(RuleBasedStateMachine):
     @rule()
     def let_go(self) -> None:
         """The engine's own references end, as when saves are done."""
-        self.pool.drop(array(self.plain.outside))
+        self.pool.drop_ref(array(self.plain.outside))
         self.plain.outside = []
 
     @rule(root=st.sampled_from(ROOTS), kinds=page_kinds, place=places)
@@ -165,7 +166,7 @@ class RadixMachine(RuleBasedStateMachine):
             holders = list(on_device.values()).count(page) + self.plain.outside.count(page)
             assert self.pool.count(page) == holders
         assert self.pool.free == sum(self.pool.count(page) == 0 for page in range(POOL_PAGES))
-        self.cache.check()
+        check_tree(self.cache)
 
 
 RadixMachine.TestCase.settings = settings(

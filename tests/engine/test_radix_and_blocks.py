@@ -49,7 +49,7 @@ def test_the_tree_hits_at_least_what_blocks_hit(page_tokens: int, asked: list[li
         whole = len(prompt) // page_tokens
         pages = pool.alloc(whole)
         cache.insert(tokens[: whole * page_tokens], pages)
-        pool.drop(pages)
+        pool.drop_ref(pages)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from radix_reference import array, nodes_of
 
 from kvstore.engine.pages import PagePool
 from kvstore.engine.radix import NO_ROOT, RadixCache
+from kvstore.engine.radix_check import check_tree
 from kvstore.engine.radix_node import Node
 
 
@@ -21,7 +22,7 @@ class Tree:
     def put(self, tokens: list[int], root: tuple[str, str] = NO_ROOT) -> Node:
         pages = self.pool.alloc(len(tokens) // self.cache.page_tokens)
         node = self.cache.insert(array(tokens), pages, root).node
-        self.pool.drop(pages)
+        self.pool.drop_ref(pages)
         return node
 
     def hit(self, tokens: list[int], root: tuple[str, str] = NO_ROOT) -> int:
@@ -37,7 +38,7 @@ def test_divergence_inside_a_page_gives_two_children_with_a_common_beginning() -
     assert tree.hit([1, 2, 3, 4, 5, 6, 7, 9]) == 4
     assert tree.hit([1, 2, 3]) == 0
     assert tree.cache.device_pages == 3
-    tree.cache.check()
+    check_tree(tree.cache)
 
 
 def test_roots_do_not_meet_and_leave_nothing_behind() -> None:
@@ -50,7 +51,7 @@ def test_roots_do_not_meet_and_leave_nothing_behind() -> None:
         tree.put([1, 2, 3], root)
         assert tree.hit([1, 2, 3], root) == 3
     assert len(tree.cache._roots) == 3
-    tree.cache.check()
+    check_tree(tree.cache)
 
 
 def test_a_missed_root_can_be_locked_until_the_prompt_is_there() -> None:
@@ -63,7 +64,7 @@ def test_a_missed_root_can_be_locked_until_the_prompt_is_there() -> None:
     assert tree.cache.evict(2) == 0
     tree.cache.unlock(node)
     assert tree.cache.evict(2) == 2
-    tree.cache.check()
+    check_tree(tree.cache)
 
 
 def test_a_lock_keeps_its_tokens_through_a_split_and_no_others() -> None:
@@ -158,7 +159,7 @@ def test_a_page_held_by_others_is_let_go_but_not_counted() -> None:
     assert tree.cache.evict(1) == 1
     assert tree.cache.device_pages == 0
     assert tree.pool.free == 3
-    tree.pool.drop(pages)
+    tree.pool.drop_ref(pages)
     assert tree.pool.free == 6
 
 
@@ -178,7 +179,7 @@ def test_a_stored_node_stays_without_pages_and_takes_new_ones() -> None:
     assert found.pages.tolist() == pages.tolist()
     tree.cache.forget_stored(array(prompt), NO_ROOT, 3)
     assert tree.cache.match(array(prompt)).stored_tokens == 2
-    tree.cache.check()
+    check_tree(tree.cache)
 
 
 def test_a_leaf_evicted_page_by_page_leaves_one_stored_only_node() -> None:
@@ -189,7 +190,7 @@ def test_a_leaf_evicted_page_by_page_leaves_one_stored_only_node() -> None:
         assert tree.cache.evict(1) == 1
     assert [node.tokens for _, node in nodes_of(tree.cache)] == [1, 49]
     assert tree.cache.match(array(range(50))).stored_tokens == 50
-    tree.cache.check()
+    check_tree(tree.cache)
 
 
 def test_a_stored_tail_above_several_children_keeps_them() -> None:
@@ -202,7 +203,7 @@ def test_a_stored_tail_above_several_children_keeps_them() -> None:
         found = tree.cache.match(array([1, 2, 3, end]))
         assert (found.tokens, found.stored_tokens) == (2, 4)
     assert tree.cache.stored_only_tokens == 3
-    tree.cache.check()
+    check_tree(tree.cache)
 
 
 def test_the_oldest_stored_only_tokens_are_dropped_first() -> None:
@@ -217,7 +218,7 @@ def test_the_oldest_stored_only_tokens_are_dropped_first() -> None:
     lengths = [tree.cache.match(array([b, 5, 5])).stored_tokens for b in (1, 2, 3)]
     assert lengths == [3, 1, 3], "2 was the oldest and lost two tokens from its end"
     assert tree.cache.stored_only_tokens == 6
-    tree.cache.check()
+    check_tree(tree.cache)
 
 
 def test_a_stored_only_tail_grows_young_with_every_page_it_gains() -> None:
@@ -261,7 +262,7 @@ def test_a_prompt_inserted_in_pieces_is_one_node_once_nobody_runs_it() -> None:
     tree.cache.unlock(node)
     assert [part.tokens for _, part in nodes_of(tree.cache)] == [40]
     assert tree.hit(prompt) == 40
-    tree.cache.check()
+    check_tree(tree.cache)
 
 
 def test_merging_stops_where_paths_part_and_where_one_is_locked() -> None:
@@ -275,7 +276,7 @@ def test_merging_stops_where_paths_part_and_where_one_is_locked() -> None:
     tree.cache.unlock(node)
     assert sorted(part.tokens for _, part in nodes_of(tree.cache)) == [1, 1, 1, 2]
     tree.cache.unlock(other)
-    tree.cache.check()
+    check_tree(tree.cache)
 
 
 def test_clear_keeps_what_is_locked() -> None:

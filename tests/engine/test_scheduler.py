@@ -291,7 +291,7 @@ def test_saves_under_way_never_take_more_than_their_share() -> None:
     for _ in range(60):
         engine.step()
         assert engine.transfers.save_pages <= 10
-    assert engine.stats()["blocks_not_offered"] > 0
+    assert engine.stats()["save_blocks_dropped"] > 0
     finish(engine)
 
 

@@ -352,33 +352,37 @@ def test_models_health_stats_and_metrics(served: Served) -> None:
         assert f'kvstore_engine_ttft_seconds_count{{cache="{cache}"}}' in text
 
 
-def test_tokens_by_the_callers_route(served: Served) -> None:
+def test_tokens_by_the_callers_traffic_label(served: Served) -> None:
     body = {"model": MODEL, "prompt": "a route of its own " + TEXT, "max_tokens": 2}
     for _ in range(2):
-        answer = served.http.post("/v1/completions", json=body, headers={"X-KVStore-Route": "rag"})
+        answer = served.http.post("/v1/completions", json=body, headers={"X-KVStore-Traffic-Label": "rag"})
         assert answer.status_code == 200
     text = served.http.get("/metrics").text
     tokens = len(body["prompt"])
-    assert f'kvstore_engine_route_prompt_tokens_total{{route="rag"}} {2.0 * tokens}' in text
+    assert f'kvstore_engine_traffic_prompt_tokens_total{{traffic="rag"}} {2.0 * tokens}' in text
     hit = (tokens - 1) // 4 * 4
-    assert f'kvstore_engine_route_hit_tokens_total{{route="rag",tier="l1"}} {float(hit)}' in text
-    wrong = served.http.post("/v1/completions", json=body, headers={"X-KVStore-Route": "a b"})
+    assert f'kvstore_engine_traffic_hit_tokens_total{{traffic="rag",tier="l1"}} {float(hit)}' in text
+    wrong = served.http.post("/v1/completions", json=body, headers={"X-KVStore-Traffic-Label": "a b"})
     assert wrong.status_code == 400
-    assert "route 'a b'" in wrong.json()["error"]["message"]
+    assert "traffic label 'a b'" in wrong.json()["error"]["message"]
+    old = served.http.post("/v1/completions", json=body, headers={"X-KVStore-Route": "rag"})
+    assert old.status_code == 400
+    line = "header X-KVStore-Route is now X-KVStore-Traffic-Label"
+    assert old.json()["error"]["message"] == line
 
 
-def test_routes_are_bounded() -> None:
-    from kvstore.engine.meters import MAX_ROUTES, EngineMeters
+def test_traffic_labels_are_bounded() -> None:
+    from kvstore.engine.meters import MAX_TRAFFIC_LABELS, EngineMeters
     from kvstore.engine.request import Output, Times
 
     meters = EngineMeters()
-    for number in range(2 * MAX_ROUTES):
+    for number in range(2 * MAX_TRAFFIC_LABELS):
         meters.observe(Output(f"r{number}", [1], "", "stop", 10, {}, Times()), f"route-{number}")
     lines = [
         line for line in meters.text({}).decode().splitlines() if "prompt_tokens_total{" in line
     ]
-    assert len(lines) == MAX_ROUTES + 1
-    assert f'route="(other)"}} {10.0 * MAX_ROUTES}' in lines[-1]
+    assert len(lines) == MAX_TRAFFIC_LABELS + 1
+    assert f'traffic="(other)"}} {10.0 * MAX_TRAFFIC_LABELS}' in lines[-1]
 
 
 def test_a_client_that_hangs_up_aborts_its_request() -> None:

@@ -171,7 +171,7 @@ def test_no_event_does_harm_to_who_listens(told: list[Any], rank: Any) -> None:
             read = decode(msgpack.packb(parts))
         except FrameInvalid:
             continue
-        index.take("a", 0, read)
+        index.apply("a", 0, read)
         index.snapshot()
 
 
@@ -188,49 +188,49 @@ def batch(*events: Any) -> Batch:
 
 def test_an_engine_holds_what_it_stored_until_it_says_otherwise() -> None:
     index = EngineIndex()
-    index.take("a", 5, batch(BlockStored((1, 2, 3)), BlockStored((1,), medium="CPU")))
-    index.take("b", 0, batch(BlockStored((1, 9))))
-    assert index.runs([1, 2, 3, 4]) == {"a": {"GPU": 3, "CPU": 1}, "b": {"GPU": 1}}
-    index.take("a", 6, batch(BlockRemoved((2,), "GPU")))
-    assert index.runs([1, 2, 3]) == {"a": {"GPU": 1, "CPU": 1}, "b": {"GPU": 1}}
-    index.take("a", 7, batch(AllBlocksCleared()))
-    assert index.runs([1, 2, 3]) == {"b": {"GPU": 1}}
-    index.forget("b")
-    assert index.runs([1]) == {}
+    index.apply("a", 5, batch(BlockStored((1, 2, 3)), BlockStored((1,), medium="CPU")))
+    index.apply("b", 0, batch(BlockStored((1, 9))))
+    assert index.prefix_lengths([1, 2, 3, 4]) == {"a": {"GPU": 3, "CPU": 1}, "b": {"GPU": 1}}
+    index.apply("a", 6, batch(BlockRemoved((2,), "GPU")))
+    assert index.prefix_lengths([1, 2, 3]) == {"a": {"GPU": 1, "CPU": 1}, "b": {"GPU": 1}}
+    index.apply("a", 7, batch(AllBlocksCleared()))
+    assert index.prefix_lengths([1, 2, 3]) == {"b": {"GPU": 1}}
+    index.remove_engine("b")
+    assert index.prefix_lengths([1]) == {}
     assert index.snapshot()["blocks"] == 0
 
 
 def test_groups_are_kept_apart() -> None:
     index = EngineIndex()
-    index.take("a", 0, batch(BlockStored((1,), group_idx=1)))
-    assert index.runs([1]) == {}
-    assert index.runs([1], group=1) == {"a": {"GPU": 1}}
+    index.apply("a", 0, batch(BlockStored((1,), group_idx=1)))
+    assert index.prefix_lengths([1]) == {}
+    assert index.prefix_lengths([1], group=1) == {"a": {"GPU": 1}}
 
 
 def test_a_gap_forgets_what_may_be_stale() -> None:
     index = EngineIndex()
-    index.take("a", 0, batch(BlockStored((1,))))
-    index.take("a", 2, batch(BlockStored((2,))))
-    assert index.runs([1]) == {}
-    assert index.runs([2]) == {"a": {"GPU": 1}}
+    index.apply("a", 0, batch(BlockStored((1,))))
+    index.apply("a", 2, batch(BlockStored((2,))))
+    assert index.prefix_lengths([1]) == {}
+    assert index.prefix_lengths([2]) == {"a": {"GPU": 1}}
     assert index.snapshot()["gaps"] == 1
 
 
 def test_the_index_is_bounded() -> None:
     index = EngineIndex(max_blocks=2)
-    index.take("a", 0, batch(BlockStored((1, 2, 3))))
+    index.apply("a", 0, batch(BlockStored((1, 2, 3))))
     assert index.snapshot()["blocks"] == 2
     assert index.snapshot()["not_indexed"] == 1
-    index.take("a", 1, batch(BlockRemoved((1, 7))))
-    index.take("b", 0, batch(BlockStored((3,))))
+    index.apply("a", 1, batch(BlockRemoved((1, 7))))
+    index.apply("b", 0, batch(BlockStored((3,))))
     assert index.snapshot()["blocks"] == 2
 
 
 def test_media_are_bounded() -> None:
     index = EngineIndex()
     for number in range(MAX_MEDIA + 3):
-        index.take("a", 2 * number, batch(BlockStored((1,), medium=f"m{number}")))
-        index.take("a", 2 * number + 1, batch(BlockRemoved((1,), medium=f"n{number}")))
+        index.apply("a", 2 * number, batch(BlockStored((1,), medium=f"m{number}")))
+        index.apply("a", 2 * number + 1, batch(BlockRemoved((1,), medium=f"n{number}")))
     assert index.snapshot()["blocks"] == MAX_MEDIA
     assert index.snapshot()["not_indexed"] == 3
 
@@ -245,7 +245,7 @@ def test_the_index_equals_a_set_of_triples(told: list[tuple[str, Any]]) -> None:
     index, model = EngineIndex(), set()
     numbers = {"a": 0, "b": 0}
     for engine, event in told:
-        index.take(engine, numbers[engine], batch(event))
+        index.apply(engine, numbers[engine], batch(event))
         numbers[engine] += 1
         if isinstance(event, AllBlocksCleared):
             model = {each for each in model if each[0] != engine}
@@ -257,7 +257,7 @@ def test_the_index_equals_a_set_of_triples(told: list[tuple[str, Any]]) -> None:
         model = model | these if isinstance(event, BlockStored) else model - these
     assert index.snapshot()["blocks"] == len(model)
     for engine, medium, name, group in model:
-        assert index.runs([name], group)[engine][medium] == 1
+        assert index.prefix_lengths([name], group)[engine][medium] == 1
 
 
 # The sockets.
@@ -282,12 +282,12 @@ def test_events_travel_from_engines_to_the_index() -> None:
         # A subscription takes a moment to arrive; until then nothing is sent to it.
         def heard(engine: Publisher = engine, number: int = number) -> bool:
             engine.publish(batch(BlockStored((100 + number,))))
-            return engine.endpoint in index.runs([100 + number])
+            return engine.endpoint in index.prefix_lengths([100 + number])
 
         wait_until(heard)
     engines[0].publish(batch(AllBlocksCleared()))
-    wait_until(lambda: index.runs([100]) == {})
-    assert index.runs([101]) == {engines[1].endpoint: {"GPU": 1}}
+    wait_until(lambda: index.prefix_lengths([100]) == {})
+    assert index.prefix_lengths([101]) == {engines[1].endpoint: {"GPU": 1}}
     listener.close()
     for engine in engines:
         engine.close()
@@ -304,16 +304,16 @@ def test_an_engine_that_is_gone_holds_nothing() -> None:
 
     def held(engine: Publisher, name: int) -> bool:
         engine.publish(batch(BlockStored((name,))))
-        return engine.endpoint in index.runs([name])
+        return engine.endpoint in index.prefix_lengths([name])
 
     wait_until(lambda: held(first, 1))
     wait_until(lambda: held(other, 1))
     first.close()
-    wait_until(lambda: endpoint not in index.runs([1]))
+    wait_until(lambda: endpoint not in index.prefix_lengths([1]))
     assert index.snapshot()["engines"] == {other.endpoint: {"GPU": 1}}
     again = Publisher(endpoint)
     wait_until(lambda: held(again, 2))
-    assert index.runs([1]) == {other.endpoint: {"GPU": 1}}
+    assert index.prefix_lengths([1]) == {other.endpoint: {"GPU": 1}}
     listener.close()
     for engine in (again, other):
         engine.close()
@@ -347,7 +347,7 @@ def test_messages_that_are_none_are_passed_over() -> None:
         good = encode(batch(BlockStored((1,))))
         raw.send_multipart([b"kv", number.to_bytes(8, "big"), good])
         number += 1
-        return bool(index.runs([1]))
+        return bool(index.prefix_lengths([1]))
 
     wait_until(heard)
     listener.close()
@@ -362,7 +362,7 @@ def test_a_fault_in_one_message_does_not_end_the_listening() -> None:
         faults = 0
 
         def take(self, engine: str, number: int, batch: Batch) -> None:
-            super().take(engine, number, batch)
+            super().apply(engine, number, batch)
             if batch.data_parallel_rank == 7:
                 self.faults += 1
                 raise RuntimeError("a mistake of ours")
@@ -377,8 +377,8 @@ def test_a_fault_in_one_message_does_not_end_the_listening() -> None:
 
     wait_until(faulted)
     engine.publish(batch(BlockStored((2,))))
-    wait_until(lambda: bool(index.runs([2])))
-    assert index.runs([1]) == {}
+    wait_until(lambda: bool(index.prefix_lengths([2])))
+    assert index.prefix_lengths([1]) == {}
     listener.close()
     engine.close()
 
@@ -435,11 +435,11 @@ def test_a_sidecar_indexes_what_engines_publish(tmp_path: Path) -> None:
 
     def heard() -> bool:
         engine.publish(batch(BlockStored(tuple(short_name(name) for name in names[:2]))))
-        return bool(ask(body)["runs"])
+        return bool(ask(body)["prefix_blocks"])
 
     wait_until(heard)
-    assert ask(body) == {"runs": {engine.endpoint: {"GPU": 2}}}
-    assert ask({**body, "group": 1}) == {"runs": {}}
+    assert ask(body) == {"prefix_blocks": {engine.endpoint: {"GPU": 2}}}
+    assert ask({**body, "group": 1}) == {"prefix_blocks": {}}
     for wrong in ({}, {"hashes": [], "colour": 1}, {"hashes": [], "group": -1}):
         with pytest.raises(urllib.error.HTTPError, match="422"):
             ask(wrong)

@@ -13,7 +13,7 @@ from sidecar_rig import NAMESPACE, SLOTS, ForkedSidecar
 
 import kvstore
 from kvstore.blocks.key import Key
-from kvstore.cache.event_queue import Told
+from kvstore.cache.event_queue import L2EventBatch
 from kvstore.errors import ConfigError
 from kvstore.events.codec import (
     AllBlocksCleared,
@@ -25,7 +25,7 @@ from kvstore.events.codec import (
     short_name,
 )
 from kvstore.events.engine_index import EngineIndex
-from kvstore.events.publisher import Names, name_of
+from kvstore.events.publisher import BlockNames, name_of
 from kvstore.testing.processes import free_port
 
 LIMIT_S = 30.0
@@ -43,19 +43,19 @@ def test_names_are_vllms() -> None:
 
 
 def test_a_block_of_two_ranks_is_there_from_the_first_to_the_last() -> None:
-    names = Names()
-    assert names.events(Told([(key(1), True)], whole=False)) == [
+    names = BlockNames()
+    assert names.events(L2EventBatch([(key(1), True)], is_snapshot=False)) == [
         BlockStored((1,), medium="CPU", group_idx=0)
     ]
-    assert names.events(Told([(key(1, "other"), True)], whole=False)) == []
-    assert names.events(Told([(key(1), False)], whole=False)) == []
-    assert names.events(Told([(key(2), True), (key(2), False)], whole=False)) == []
-    assert names.events(Told([(key(1, "other"), False)], whole=False)) == [
+    assert names.events(L2EventBatch([(key(1, "other"), True)], is_snapshot=False)) == []
+    assert names.events(L2EventBatch([(key(1), False)], is_snapshot=False)) == []
+    assert names.events(L2EventBatch([(key(2), True), (key(2), False)], is_snapshot=False)) == []
+    assert names.events(L2EventBatch([(key(1, "other"), False)], is_snapshot=False)) == [
         BlockRemoved((1,), "CPU", 0)
     ]
     assert len(names) == 0
-    names.events(Told([(key(1), True)], whole=False))
-    assert names.events(Told([(key(2), True)], whole=True)) == [
+    names.events(L2EventBatch([(key(1), True)], is_snapshot=False))
+    assert names.events(L2EventBatch([(key(2), True)], is_snapshot=True)) == [
         AllBlocksCleared(),
         BlockStored((2,), medium="CPU", group_idx=0),
     ]
@@ -67,7 +67,7 @@ steps = st.lists(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("ab")), m
 @given(steps)
 def test_an_index_that_follows_knows_what_is_there(told: list[list[tuple[int, str]]]) -> None:
     """Each step toggles some blocks, of two namespaces."""
-    names, index = Names(), EngineIndex()
+    names, index = BlockNames(), EngineIndex()
     there: set[Key] = set()
     for number, step in enumerate(told):
         changes = []
@@ -75,11 +75,11 @@ def test_an_index_that_follows_knows_what_is_there(told: list[list[tuple[int, st
             each = key(block, space)
             changes.append((each, each not in there))
             there ^= {each}
-        batch = Batch(0.0, tuple(names.events(Told(changes, whole=False))))
-        index.take("node", number, decode(encode(batch)))
+        batch = Batch(0.0, tuple(names.events(L2EventBatch(changes, is_snapshot=False))))
+        index.apply("node", number, decode(encode(batch)))
     for block in range(6):
         held = any(key(block, space) in there for space in "ab")
-        assert index.runs([block]) == ({"node": {"CPU": 1}} if held else {})
+        assert index.prefix_lengths([block]) == ({"node": {"CPU": 1}} if held else {})
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -114,14 +114,14 @@ def test_an_index_follows_a_sidecar(tmp_path: Path) -> None:
         save(sidecar.socket, range(saved, saved + 4))
         saved += 4
         time.sleep(0.1)
-        return index.runs(list(range(saved - 4, saved))) == {here: {"CPU": 4}}
+        return index.prefix_lengths(list(range(saved - 4, saved))) == {here: {"CPU": 4}}
 
     wait_until(heard)
     newest = range(1000, 1000 + SLOTS // 2)
     for numbers in (range(500, 500 + SLOTS // 2), newest):
         save(sidecar.socket, numbers)
-    wait_until(lambda: index.runs([newest[0]]) == {here: {"CPU": 1}})
-    wait_until(lambda: index.runs([saved - 1]) == {})
+    wait_until(lambda: index.prefix_lengths([newest[0]]) == {here: {"CPU": 1}})
+    wait_until(lambda: index.prefix_lengths([saved - 1]) == {})
     wait_until(
         lambda: index.snapshot()["blocks"] <= sidecar.stats()["l2_events"]["blocks"] <= SLOTS
     )
@@ -134,7 +134,7 @@ def test_wrong_settings_are_one_line(tmp_path: Path) -> None:
     pytest.importorskip("zmq", reason="pyzmq is not installed")
     for server, said in (
         ({"kv_events_publish": "nonsense"}, "nonsense"),
-        ({"kv_events_replay": "tcp://*:0"}, "without server.kv_events_publish"),
+        ({"kv_events_replay": "tcp://*:0"}, "requires server.kv_events_publish"),
     ):
         with pytest.raises(ConfigError, match=said):
             serve_with(tmp_path, server)

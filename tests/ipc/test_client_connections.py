@@ -1,4 +1,4 @@
-"""How a client lets go of a lost sidecar's slab, and what it does when it cannot have a new one."""
+"""A client unmaps the slab of a lost sidecar, and reconnects when it cannot start a thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sidecar_rig import (
 from kvstore.ipc.client import Client
 from kvstore.shm.slab import Slab
 
-HASHES = hashes_of("link", 4)
+HASHES = hashes_of("connection", 4)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def sidecar(tmp_path: Path) -> Iterator[ForkedSidecar]:
 
 @contextmanager
 def no_more_threads() -> Iterator[None]:
-    """The system starts no thread of this process: none has room for such a stack."""
+    """Starting a thread fails in this process, because the stack size is too large."""
     before = threading.stack_size(1 << 46)
     try:
         yield
@@ -42,8 +42,8 @@ def no_more_threads() -> Iterator[None]:
         threading.stack_size(before)
 
 
-def test_no_verb_unmaps_a_lost_slab(sidecar: ForkedSidecar) -> None:
-    """Unmapping takes seconds for a large slab: neither the engine nor the next link waits."""
+def test_no_operation_unmaps_a_lost_slab(sidecar: ForkedSidecar) -> None:
+    """Unmapping a large slab takes seconds. Neither the engine nor the next connection waits."""
     go = threading.Event()
     unmapping: list[threading.Thread] = []
 
@@ -58,68 +58,71 @@ def test_no_verb_unmaps_a_lost_slab(sidecar: ForkedSidecar) -> None:
         old.before_unmapping(before_unmapping)
         sidecar.kill()
         wait_until(lambda: not client.connected, "the client has noticed")
-        timer = threading.Timer(LIMIT_S / 4, go.set)  # lets a release that waits come back, late
+        timer = threading.Timer(LIMIT_S / 4, go.set)  # ends a release that waits, late
         timer.start()
         client.release(save)
         assert not go.is_set(), "release waited for the unmapping"
         wait_until(lambda: bool(unmapping), "the slab is being unmapped")
         assert threading.current_thread() not in unmapping
         sidecar.start()
-        wait_until(lambda: client.connected, "the next link is there meanwhile")
+        wait_until(lambda: client.connected, "the client reconnects meanwhile")
         assert put(client, HASHES) == len(HASHES)
         assert not go.is_set()
         timer.cancel()
         go.set()
-        wait_until(lambda: not unmapping[0].is_alive(), "the old link's thread has ended")
+        wait_until(lambda: not unmapping[0].is_alive(), "the old connection's thread has ended")
     assert sidecar.stop() == 0
 
 
-def test_a_slab_lost_while_nothing_is_out_is_let_go_of(sidecar: ForkedSidecar) -> None:
-    gone = threading.Event()
+def test_a_lost_slab_without_open_operations_is_unmapped(sidecar: ForkedSidecar) -> None:
+    unmapped = threading.Event()
     with Client(sidecar.socket, NAMESPACE) as client:
         slab = client.slab
         assert isinstance(slab, Slab)
-        slab.before_unmapping(gone.set)
+        slab.before_unmapping(unmapped.set)
         sidecar.kill()
-        assert gone.wait(LIMIT_S)
+        assert unmapped.wait(LIMIT_S)
 
 
 def test_close_has_unmapped_every_slab(sidecar: ForkedSidecar) -> None:
-    gone: list[int] = []
+    unmapped: list[int] = []
     client = Client(sidecar.socket, NAMESPACE)
     until_done(client, client.save(HASHES))
     for number in range(2):
         slab = client.slab
         assert isinstance(slab, Slab)
-        slab.before_unmapping(lambda number=number: gone.append(number))
+        slab.before_unmapping(lambda number=number: unmapped.append(number))
         if not number:
             sidecar.kill()
             sidecar.start()
-            wait_until(lambda: client.connected, "the client is back")
-    assert gone == [], "a ticket names slots of the first, and the second is in use"
+            wait_until(lambda: client.connected, "the client has reconnected")
+    assert unmapped == [], "an operation has slots of the first, and the second is in use"
     client.close()
-    assert sorted(gone) == [0, 1]
+    assert sorted(unmapped) == [0, 1]
     assert sidecar.stats()["l2"]["slots_free"] == SLOTS
 
 
-def test_a_client_without_a_thread_to_spare_dials_again(sidecar: ForkedSidecar) -> None:
+def test_a_client_that_cannot_start_a_thread_reconnects_later(sidecar: ForkedSidecar) -> None:
     with Client(sidecar.socket, NAMESPACE) as client:
         with no_more_threads():
             sidecar.kill()
             sidecar.start()
-            wait_until(lambda: "no thread" in client.stats()["away"], "it cannot have a link")
+            wait_until(
+                lambda: "cannot start a thread" in client.stats()["disconnect_reason"],
+                "the connection fails",
+            )
             assert client.match(HASHES).done
-        wait_until(lambda: client.connected, "it has one when it can")
+        wait_until(lambda: client.connected, "the client has reconnected")
         assert put(client, HASHES) == len(HASHES)
     assert sidecar.stop() == 0
 
 
-def test_a_close_behind_a_backlog_gives_the_leases_back(sidecar: ForkedSidecar) -> None:
-    """The sidecar hangs with its socket full: BYE waits in this process, and must still arrive."""
+def test_close_with_a_full_socket_releases_the_leases(sidecar: ForkedSidecar) -> None:
+    """The sidecar hangs with its socket full. GOODBYE waits in this process and must arrive."""
     with Client(sidecar.socket, NAMESPACE) as client:
-        wait_until(lambda: client.connected, "joined")
+        wait_until(lambda: client.connected, "connected")
         save = until_done(client, client.save(HASHES))
-        assert len(save.grants) == len(HASHES)
+        assert len(save.slot_assignments) == len(HASHES)
         sidecar.suspend()
         client.match(hashes_of("more than a socket holds", 60_000))
     sidecar.resume()

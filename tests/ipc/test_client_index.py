@@ -1,4 +1,4 @@
-"""What a client answers from the catalogue is what the sidecar would have said."""
+"""A client answers from the shared index exactly as the sidecar would."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from sidecar_rig import (
 )
 
 from kvstore.blocks.key import Key
-from kvstore.config.settings import merged
+from kvstore.config.settings import merge
 from kvstore.ipc import sidecar_connection
 from kvstore.ipc.client import Client
-from kvstore.service.index_builder import Keeper
-from kvstore.shm.shared_index import CatalogView
+from kvstore.service.ipc.index_builder import IndexBuilder
+from kvstore.shm.shared_index import SharedIndexView
 from kvstore.shm.slab import Slab
 from kvstore.store import locator
 from kvstore.store.store import Store
@@ -46,8 +46,10 @@ def sidecar(tmp_path: Path) -> Iterator[ForkedSidecar]:
 
 
 def connect(sidecar: ForkedSidecar) -> Client:
-    client = Client(sidecar.socket, NAMESPACE, wait_ready_s=LIMIT_S, reply_limit_s=LIMIT_S)
-    wait_until(lambda: client.states([b"x" * 32]) == [False], "the catalogue is filled")
+    client = Client(
+        sidecar.socket, NAMESPACE, connect_timeout_s=LIMIT_S, response_timeout_s=LIMIT_S
+    )
+    wait_until(lambda: client.block_states([b"x" * 32]) == [False], "the index is filled")
     return client
 
 
@@ -57,39 +59,39 @@ def post(sidecar: ForkedSidecar, path: str) -> Any:
         return json.load(answer)
 
 
-def test_what_commit_acknowledged_the_next_match_sees_without_a_trip(
+def test_the_next_match_sees_an_acknowledged_commit_without_a_request(
     sidecar: ForkedSidecar,
 ) -> None:
     with connect(sidecar) as one, connect(sidecar) as other:
         for number in range(40):
             names = hashes_of(f"turn {number}", 4)
-            found = other.match(names)
-            assert (found.done, found.tiers) == (True, [])
+            result = other.match(names)
+            assert (result.done, result.tiers) == (True, [])
             put(one, names)
-            assert match(one, names) == ["l2"] * 4, "a commit that is still under way is waited for"
-            asked = other.stats()["asked"]
+            assert match(one, names) == ["l2"] * 4, "match waits for an unacknowledged commit"
+            requests = other.stats()["requests"]
             assert other.match(names).tiers == ["l2"] * 4
             assert other.match([*names, b"none" * 8]).tiers == ["l2"] * 4
-            assert other.stats()["asked"] == asked
-        assert sidecar_connection.SHOWN == locator.L2
+            assert other.stats()["requests"] == requests
+        assert sidecar_connection.L2 == locator.L2
 
 
-def test_a_commit_under_way_leaves_nothing_certain(sidecar: ForkedSidecar) -> None:
+def test_absence_is_not_certain_during_a_commit(sidecar: ForkedSidecar) -> None:
     with connect(sidecar) as client:
         sidecar.suspend()
         try:
             save = client.save(hashes_of("late", 2))
-            assert client.states([b"z" * 32]) == [False]
+            assert client.block_states([b"z" * 32]) == [False]
             client.commit(save)
-            assert client.states([b"z" * 32]) != [False]
+            assert client.block_states([b"z" * 32]) != [False]
             assert not client.match([b"z" * 32]).done
         finally:
             sidecar.resume()
         assert client.sync(LIMIT_S)
-        assert client.states([b"z" * 32]) == [False], "it has been handled"
+        assert client.block_states([b"z" * 32]) == [False], "the commit is acknowledged"
 
 
-def test_what_left_memory_is_found_on_disk_and_what_left_both_nowhere(
+def test_a_block_deleted_from_l2_is_found_on_disk_until_deleted_there_too(
     sidecar: ForkedSidecar,
 ) -> None:
     names = hashes_of("down", 8)
@@ -99,29 +101,27 @@ def test_what_left_memory_is_found_on_disk_and_what_left_both_nowhere(
         post(sidecar, "/v1/clear?tier=l2")
         assert match(client, names) == ["disk"] * 8
         assert get(client, names) == ([content(name) for name in names], ["disk"] * 8)
-        assert client.match(names).tiers == ["l2"] * 8, "it is back in memory"
+        assert client.match(names).tiers == ["l2"] * 8, "it is in L2 again"
         post(sidecar, "/v1/clear?tier=all")
         assert match(client, names) == []
         assert put(client, names) == 8
 
 
-def test_a_restarted_sidecar_lists_what_its_disk_holds(
-    sidecar: ForkedSidecar, tmp_path: Path
-) -> None:
+def test_a_restarted_sidecar_indexes_its_disk_tier(sidecar: ForkedSidecar, tmp_path: Path) -> None:
     names = hashes_of("again", 8)
     with connect(sidecar) as client:
         put(client, names)
         assert post(sidecar, "/v1/flush") == {"flushed": True}
         sidecar.kill()
         sidecar.start()
-        wait_until(lambda: client.connected, "it is back")
-        # Listed or not yet: what is there is never said to be nowhere.
+        wait_until(lambda: client.connected, "reconnected")
+        # Before and after the indexing, an existing block is never reported as absent.
         assert match(client, names) == ["disk"] * 8
-        wait_until(lambda: client.states([b"x" * 32]) == [False], "listed")
+        wait_until(lambda: client.block_states([b"x" * 32]) == [False], "indexed")
         assert match(client, names) == ["disk"] * 8
 
 
-def test_evicted_blocks_are_taken_off(tmp_path: Path) -> None:
+def test_evicted_blocks_leave_the_index(tmp_path: Path) -> None:
     sidecar = ForkedSidecar(tmp_path)
     try:
         with connect(sidecar) as client:
@@ -129,26 +129,26 @@ def test_evicted_blocks_are_taken_off(tmp_path: Path) -> None:
                 put(client, hashes_of("many", number + 1)[-1:])
             assert client.sync(LIMIT_S)
             names = hashes_of("many", 3 * SLOTS)
-            there = [bool(client.match([name]).tiers) for name in names]
-            assert there == [False] * 2 * SLOTS + [True] * SLOTS
+            hits = [bool(client.match([name]).tiers) for name in names]
+            assert hits == [False] * 2 * SLOTS + [True] * SLOTS
     finally:
         sidecar.kill()
 
 
-def test_the_order_of_eviction_hears_of_runs_that_were_not_asked_for(tmp_path: Path) -> None:
-    sidecar = ForkedSidecar(tmp_path, merged({"l2": {"eviction": "cost"}}, {}))
+def test_the_eviction_policy_learns_of_locally_answered_lookups(tmp_path: Path) -> None:
+    sidecar = ForkedSidecar(tmp_path, merge({"l2": {"eviction": "gdsf"}}, {}))
     try:
         with connect(sidecar) as client:
             assert client.match(hashes_of("run", 5)).done
             put(client, hashes_of("other", 1))
             assert client.sync(LIMIT_S)
-            assert sidecar.stats()["l2"]["eviction"]["coming"] == 5
+            assert sidecar.stats()["l2"]["eviction"]["lookup_positions"] == 5
     finally:
         sidecar.kill()
 
 
 class Foreign(MemoryTier):
-    """A tier that others write to."""
+    """A tier that other processes write to."""
 
     sole_writer = False
 
@@ -158,29 +158,29 @@ class Foreign(MemoryTier):
     [([], True), ([MemoryTier(1 << 20)], True), ([MemoryTier(1 << 20), Foreign(name="x")], False)],
     ids=["none", "own", "foreign"],
 )
-def test_absence_is_certain_where_nobody_else_writes(tiers: list[Tier], certain: bool) -> None:
+def test_absence_is_certain_without_foreign_writers(tiers: list[Tier], certain: bool) -> None:
     with Store(Slab.create(SLOTS, SLOT_BYTES), tiers) as store:
-        keeper = Keeper(store)
-        view = CatalogView(keeper.catalog.fd, keeper.catalog.salt("t", "n"))
-        keeper.start()
+        builder = IndexBuilder(store)
+        view = SharedIndexView(builder.index.fd, builder.index.seed("t", "n"))
+        builder.start()
         if certain:
-            wait_until(lambda: view.absent(b"x" * 32), "listed")
-        keeper.close()
-        assert keeper._started is certain
-        assert not view.absent(b"x" * 32)
+            wait_until(lambda: view.is_absent(b"x" * 32), "indexed")
+        builder.close()
+        assert builder._started is certain
+        assert not view.is_absent(b"x" * 32)
 
 
-def test_the_keeper_makes_a_crowded_filter_anew() -> None:
+def test_the_index_builder_rebuilds_a_full_filter() -> None:
     with Store(Slab.create(8, 4096)) as store:
-        keeper = Keeper(store)
-        view = CatalogView(keeper.catalog.fd, keeper.catalog.salt("t", "n"))
-        keeper.start()
-        wait_until(lambda: view.absent(b"x" * 32), "listed")
-        gone = hashes_of("gone", keeper.catalog.cells // 6)
-        with store.brain.lock:
+        builder = IndexBuilder(store)
+        view = SharedIndexView(builder.index.fd, builder.index.seed("t", "n"))
+        builder.start()
+        wait_until(lambda: view.is_absent(b"x" * 32), "indexed")
+        gone = hashes_of("gone", builder.index.cells // 6)
+        with store.manager.lock:
             for name in gone:
-                keeper.catalog.show(Key("t", "n", name))
-                keeper.catalog.take_off(Key("t", "n", name))
-            assert not view.absent(gone[0])
-        wait_until(lambda: view.absent(gone[0]), "made anew")
-        keeper.close()
+                builder.index.insert(Key("t", "n", name))
+                builder.index.remove(Key("t", "n", name))
+            assert not view.is_absent(gone[0])
+        wait_until(lambda: view.is_absent(gone[0]), "the filter is rebuilt")
+        builder.close()

@@ -1,4 +1,4 @@
-"""Messages come out of a stream as they went in, however it is cut; whatever else comes is told."""
+"""Messages leave a stream unchanged, however it is split, and invalid bytes raise an error."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvstore.errors import ConfigError
 from kvstore.ipc.protocol import (
     MAX_HASHES,
     PROTOCOL_VERSION,
-    Malformed,
+    MalformedMessage,
+    MessageType,
     Receiver,
-    Verb,
     check_hashes,
     check_number,
-    hello,
-    namespace_of,
     pack,
+    pack_hello,
+    parse_namespace,
 )
 
 NAMESPACE = Namespace(model="m", layers=2, kv_heads=1, head_dim=64, head_dim_v=0, attention="mla")
@@ -38,13 +38,17 @@ values = st.recursive(
     max_leaves=8,
 )
 messages = st.lists(
-    st.builds(lambda verb, rest: [int(verb), *rest], st.sampled_from(Verb), st.lists(values)),
+    st.builds(
+        lambda message_type, rest: [int(message_type), *rest],
+        st.sampled_from(MessageType),
+        st.lists(values),
+    ),
     max_size=6,
 )
 
 
 def receiver_of(data: bytes, cuts: list[int], max_bytes: int = 1 << 20) -> Receiver:
-    """A receiver that gets `data` in pieces, and then the end of the stream."""
+    """A receiver that gets `data` in parts, and then the end of the stream."""
     ours, theirs = socket.socketpair()
     theirs.shutdown(socket.SHUT_WR)
     theirs.close()
@@ -65,15 +69,15 @@ def read_all(receiver: Receiver) -> list[list[Any]]:
 
 @quick
 @given(messages, st.lists(st.integers(0, 400), max_size=8))
-def test_whatever_the_cuts(sent: list[list[Any]], cuts: list[int]) -> None:
+def test_messages_survive_any_split(sent: list[list[Any]], cuts: list[int]) -> None:
     data = b"".join(pack(*message) for message in sent)
     assert read_all(receiver_of(data, cuts)) == sent
 
 
 @quick
 @given(messages, st.lists(st.integers(0, 400), max_size=8))
-def test_between_pieces_nothing_is_made_up(sent: list[list[Any]], cuts: list[int]) -> None:
-    """A reader that takes messages while pieces come sees each once, and no half ones."""
+def test_each_message_is_read_once_and_whole(sent: list[list[Any]], cuts: list[int]) -> None:
+    """A reader that reads between the parts gets each message once and no partial one."""
     data = b"".join(pack(*message) for message in sent)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
@@ -95,19 +99,19 @@ def test_between_pieces_nothing_is_made_up(sent: list[list[Any]], cuts: list[int
 @given(st.binary(max_size=300))
 def test_any_bytes_are_messages_or_malformed(data: bytes) -> None:
     receiver = receiver_of(data, [])
-    with contextlib.suppress(Malformed):
+    with contextlib.suppress(MalformedMessage):
         assert all(type(message[0]) is int for message in read_all(receiver))
 
 
-def test_the_bound_is_on_the_length_announced() -> None:
-    with pytest.raises(Malformed, match="at most 64"):
+def test_the_announced_length_is_limited() -> None:
+    with pytest.raises(MalformedMessage, match="exceeds the maximum of 64"):
         receiver_of(struct.pack("<I", 65), [], 64).read()
     body = msgpack.packb([1, "x" * 60])
     assert len(body) == 64
     assert receiver_of(struct.pack("<I", 64) + body, [], 64).read() == [1, "x" * 60]
 
 
-def told(**change: Any) -> dict[str, Any]:
+def hello_fields(**change: Any) -> dict[str, Any]:
     about = {
         "version": PROTOCOL_VERSION,
         "namespace": asdict(NAMESPACE),
@@ -116,34 +120,39 @@ def told(**change: Any) -> dict[str, Any]:
     return {**about, **change}
 
 
-def test_a_namespace_survives_the_hello() -> None:
-    message = receiver_of(hello(NAMESPACE, "token", "name", 7), []).read()
+def test_hello_carries_the_namespace() -> None:
+    message = receiver_of(pack_hello(NAMESPACE, "token", "name", 7), []).read()
     assert message is not None
-    verb, about = message
-    assert (verb, about["token"], about["client"], about["pid"]) == (Verb.HELLO, "token", "name", 7)
-    assert namespace_of(about) == NAMESPACE
+    message_type, about = message
+    assert (message_type, about["token"], about["client"], about["pid"]) == (
+        MessageType.HELLO,
+        "token",
+        "name",
+        7,
+    )
+    assert parse_namespace(about) == NAMESPACE
 
 
 @quick
 @given(values)
-def test_any_value_for_a_namespace_is_refused_or_equal(value: Any) -> None:
+def test_any_value_for_a_namespace_is_rejected_or_equal(value: Any) -> None:
     for name in asdict(NAMESPACE):
         spec = {**asdict(NAMESPACE), name: value}
         try:
-            read = namespace_of(told(namespace=spec))
+            read = parse_namespace(hello_fields(namespace=spec))
         except ConfigError:
             continue
         assert read == NAMESPACE
     with pytest.raises(ConfigError):
-        namespace_of(told(namespace=value))
+        parse_namespace(hello_fields(namespace=value))
 
 
-def test_what_a_verb_takes() -> None:
+def test_hashes_and_numbers_are_checked() -> None:
     assert check_hashes([b"x", bytes(64)]) == [b"x", bytes(64)]
     for wrong in (None, "x", [b""], [bytes(65)], ["x"], (b"x",), [b"x"] * (MAX_HASHES + 1)):
-        with pytest.raises(Malformed):
+        with pytest.raises(MalformedMessage):
             check_hashes(wrong)
     assert check_number(0) == 0
     for wrong_number in (None, True, -1, 1.0, "1", 1 << 63):
-        with pytest.raises(Malformed):
+        with pytest.raises(MalformedMessage):
             check_number(wrong_number)

@@ -103,7 +103,7 @@ def test_a_new_slab_where_an_old_one_lay_is_registered_anew(driver: Driver, slab
 
 
 def test_an_owner_that_tells_nobody_is_found_out(driver: Driver, slabs: SlabMap) -> None:
-    """Any `SlotBuffer` may be mapped; one that does not tell of its end is known by its object."""
+    """Any `SlabView` may be mapped; one that does not tell of its end is known by its object."""
 
     class Silent:
         def __init__(self, inner: Slab) -> None:

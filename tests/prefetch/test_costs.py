@@ -1,4 +1,4 @@
-"""The cost model: held to brute force, and to the published arithmetic."""
+"""The cost model, compared with brute force and with the published arithmetic."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_computing_in_parts_takes_as_long_as_in_one(curve: PrefillCurve, cuts: l
 
 
 @given(st.floats(1e-9, 1e-2), st.floats(0, 1e-6), st.sets(st.integers(1, 9999), min_size=2))
-def test_a_true_quadratic_is_met_at_its_points_and_goes_on_beyond(
+def test_a_quadratic_curve_is_met_at_its_points_and_beyond(
     linear: float, square: float, lengths: set[int]
 ) -> None:
     def true_s(tokens: int) -> float:
@@ -58,7 +58,7 @@ def test_a_true_quadratic_is_met_at_its_points_and_goes_on_beyond(
     for n in lengths:
         assert curve.cold_s(n) == pytest.approx(true_s(n))
     longest = max(lengths)
-    # Two lengths that hardly differ do not tell the two parts of the curve from one another.
+    # Two lengths that hardly differ do not determine both parts of the curve.
     if longest > 2 * min(lengths):
         assert curve.cold_s(3 * longest) == pytest.approx(true_s(3 * longest), rel=1e-3)
 
@@ -72,7 +72,7 @@ def test_a_noisy_curve_never_falls() -> None:
 
 @settings(deadline=None)
 @given(models(), st.integers(1, 6000))
-def test_break_even_is_what_trying_every_length_finds(model: CostModel, limit: int) -> None:
+def test_break_even_equals_a_search_of_every_length(model: CostModel, limit: int) -> None:
     name = model.tiers[0].name
     size, blocks_max = model.block_tokens, limit // model.block_tokens
     lost = 0
@@ -82,7 +82,7 @@ def test_break_even_is_what_trying_every_length_finds(model: CostModel, limit: i
     wanted = None if lost == blocks_max else (lost + 1) * size
     found = model.break_even_tokens(name, limit)
     if found != wanted:
-        # Rounding may decide a tie: both answers must then be one.
+        # Rounding may decide a tie; then both answers must be valid.
         for answer in (found, wanted):
             blocks = blocks_max if answer is None else max(1, answer // size - 1)
             lead = model.compute_s(0, blocks * size) - model.load_s(name, blocks)
@@ -119,12 +119,12 @@ def test_the_split_is_the_best_of_all_splits(model: CostModel, data: st.DataObje
 
 @given(st.floats(1, 1e6), st.floats(1, 1e6), st.floats(1, 1e6))
 def test_two_ends_take_at_least_half_of_the_better(tokens: float, rc: float, rl: float) -> None:
-    """And a model of straight rates with small blocks splits so."""
-    both, better = costs.two_ended_s(tokens, rc, rl), tokens / max(rc, rl)
+    """A model of constant rates with small blocks splits in the same way."""
+    both, better = costs.split_load_s(tokens, rc, rl), tokens / max(rc, rl)
     model = CostModel(PrefillCurve.at_rate(rc), (TierSpeed("disk", rl),), 1, 1)
     split = model.split(["disk"] * 4000)
     assert split.seconds == pytest.approx(
-        costs.two_ended_s(4000, rc, rl), rel=0, abs=1 / min(rc, rl)
+        costs.split_load_s(4000, rc, rl), rel=0, abs=1 / min(rc, rl)
     )
     assert better / 2 <= both * (1 + 1e-9)
     assert both <= better * (1 + 1e-9)
@@ -139,14 +139,14 @@ def test_the_published_figures() -> None:
     assert costs.hit_rate_to_pay(cold_s=1.2, pure_s=1.0, warm_s=1.1) == 1.0
     assert costs.dollars_per_million_tokens(3600, 10**6, 2.5) == pytest.approx(2.5)
     assert costs.gpu_seconds_saved(3.0, 1.0) == 2.0
-    # A straight curve and a tier: the break-even bandwidth parts never from always.
+    # A linear curve and one tier: the break-even bandwidth separates never from always.
     for rate, pays in ((1.9e9, False), (2.1e9, True)):
         tier = TierSpeed("disk", rate, match_s=0.001)
         model = CostModel(PrefillCurve.at_rate(15_000), (tier,), 131_072 * 16, 16)
         assert (model.break_even_tokens("disk") is not None) is pays
 
 
-def test_what_a_prefill_rate_may_say(tmp_path: Path) -> None:
+def test_forms_of_a_prefill_rate(tmp_path: Path) -> None:
     text = json.dumps(
         {
             "model": "m",
@@ -186,14 +186,14 @@ def test_what_a_prefill_rate_may_say(tmp_path: Path) -> None:
         '{"points": [{"tokens": 1, "seconds": 1}, {"tokens": 1, "seconds": 2}]}',
     ],
 )
-def test_a_rate_that_is_none_is_one_clear_line(text: str) -> None:
+def test_an_invalid_rate_is_one_clear_line(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         PrefillCurve.parse(text, "rate.json")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("speed", [(0.0, 0.0, 0.0), (math.nan, 0.0, 0.0), (1.0, -1.0, 0.0)])
-def test_a_speed_that_is_none_is_refused(speed: tuple[float, float, float]) -> None:
+def test_an_invalid_speed_is_rejected(speed: tuple[float, float, float]) -> None:
     with pytest.raises(ConfigError, match="tier 'disk'"):
         TierSpeed("disk", *speed)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import tokenizers
 
-from kvstore.ipc.sidecar_connection import ask_stats
+from kvstore.ipc.sidecar_connection import request_stats
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -33,7 +33,7 @@ SIZES = {"64GiB": "64MiB", "200GiB": "64MiB", "1TiB": "256MiB", "2TiB": "256MiB"
 """Sizes of real nodes, and what is taken here instead by commands that allocate."""
 SERVICES = ("serve", "engine")
 QUICK = {
-    ("bench", "breakeven"): "--model random --lengths 32,64 --load-lengths 64,128 --memory 128MiB "
+    ("bench", "breakeven"): "--model random --lengths 32,64 --load-lengths 64,128 --l2 128MiB "
     "--repeats 1",
     ("bench", "serve"): "--requests 2 --scale 0.1 --max-tokens 2",
 }
@@ -138,7 +138,7 @@ class World:
         )
         urllib.request.urlopen(request, timeout=LIMIT_S).close()
         end_s = time.monotonic() + LIMIT_S
-        while ask_stats(self._socket, None)["l2"]["slots_ready"] < len(prompt) // 16:
+        while request_stats(self._socket, None)["l2"]["slots_ready"] < len(prompt) // 16:
             assert time.monotonic() < end_s, "the prompt's blocks do not come"
             time.sleep(0.05)
 

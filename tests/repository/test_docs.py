@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.cli import COMMANDS, main
-from kvstore.config.settings import Settings, validated
-from kvstore.store.assembly import check, tier_module
+from kvstore.config.settings import Settings, validate
+from kvstore.store.assembly import check_settings, tier_module
 
 ROOT = Path(__file__).parents[2]
 GROUPS = {"doctor", "bench", "config"}
@@ -31,9 +31,9 @@ def test_every_configuration_a_page_shows_is_right(page: Path, tmp_path: Path) -
         file = tmp_path / f"{number}.toml"
         file.write_text(text)
         settings = Settings.load(file, environment=False)
-        check(settings)
+        check_settings(settings)
         for tier in settings.tiers:
-            validated(tier_module(tier.kind).Config, tier.model_extra or {}, tier.kind)
+            validate(tier_module(tier.kind).Config, tier.model_extra or {}, tier.kind)
 
 
 def test_metrics_are_called_the_same_on_every_page() -> None:

@@ -36,7 +36,7 @@ def test_a_stale_page_is_told_and_written_anew(
     monkeypatch.setattr(generate, "HERE", tmp_path)
     (tmp_path / "cli.md").write_text("old")
     assert generate.main(["--check"]) == 1
-    assert "docs/cli.md is stale" in capsys.readouterr().out
+    assert "docs/cli.md is out of date" in capsys.readouterr().out
     assert generate.main([]) == 0
     assert generate.main(["--check"]) == 0
     for name in ("cli.md", "configuration.md"):
@@ -49,7 +49,7 @@ def test_the_pages_name_every_command_and_key(generate: ModuleType) -> None:
         assert f"### kvstore {name}\n" in cli
     assert "`--watch`, `-w`" in cli
     page = (DOCS / "configuration.md").read_text()
-    assert '| `ttl_ms` | `"0"` | time | yes |' in page
-    assert "`KVSTORE_LIMITS__QUEUE_BLOCKS`" in page
+    assert '| `ttl` | `"0"` | time | yes |' in page
+    assert "`KVSTORE_LIMITS__WRITE_QUEUE_BLOCKS`" in page
     assert 'kind = "disk"' in page
     assert "Undefined" not in page

@@ -2,8 +2,8 @@
 
     python tests/repository/words.py [PATH ...]     counts, then every place
 
-`PROSE` holds for comments, docstrings, strings and documents; `NAMES` for the parts of identifiers in
-the package (`start_spill` has the parts "start" and "spill").
+`PROSE` is about comments, docstrings, strings and documents; `NAMES` about the parts of identifiers
+in the package (`start_spill` has the parts "start" and "spill").
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 PROSE = {
-    r"(?<!lock )(?<!locks )\bheld\b(?! (?:under|by) (?:the|a|its) lock)": "cached, leased or queued",
+    r"(?<!lock )(?<!locks )\bheld\b": "cached, leased or queued; lock held",
     r"\basked for\b": "requested",
     r"\b(?:is|are) right\b": "say what to use: use X, X must be Y",
     r"\b(?:is|are) none\b": "is not a valid X",
@@ -88,9 +88,10 @@ NAMES = {
 }
 """Part of an identifier -> what to use. Parts that are two words ("in_flight") stay."""
 
-ALLOWED_NAMES = {"in_flight", "loads_in_flight"}
-"""Substrings that are taken out of an identifier before it is split."""
+ALLOWED_PARTS = "in_flight"
+"""Two parts that are one word: taken out of an identifier before its parts are looked at."""
 
+SUFFIXES = (".py", ".md", ".toml", ".yml", ".yaml", ".js", ".html")
 HISTORY = ("CHANGELOG.md", "tests/repository/words.py", "tests/repository/test_words.py")
 """Files that must write the old words."""
 
@@ -114,10 +115,8 @@ def names_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def parts_of(name: str) -> set[str]:
-    for allowed in ALLOWED_NAMES:
-        name = name.replace(allowed, "")
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    return set(words.split("_"))
+    return set(words.replace(ALLOWED_PARTS, "").split("_"))
 
 
 def old_words(path: Path) -> Iterator[tuple[int, str, str]]:
@@ -137,7 +136,7 @@ def texts(paths: Iterable[Path]) -> Iterator[Path]:
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         for file in files:
             name = file.relative_to(ROOT).as_posix()
-            if file.suffix in (".py", ".md", ".toml", ".yml", ".yaml") and name not in HISTORY:
+            if (file.suffix in SUFFIXES or file == path) and name not in HISTORY:
                 yield file
 
 

@@ -23,7 +23,7 @@ DELAYS_S = (0.05, 0.3, 0.8)
 
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    flags = ["--l2", "16MiB", "--slot", "64KiB", "--disk", str(tmp_path / "disk")]
+    flags = ["--l2", "16MiB", "--slot-bytes", "64KiB", "--disk", str(tmp_path / "disk")]
     made = Sidecar(tmp_path / "kv.sock", *flags, "--disk-capacity", "64MiB")
     made.wait_ready(LIMIT_S)
     yield made
@@ -36,7 +36,7 @@ def start_engine(sidecar: Sidecar) -> Child:
         "--port": "0",
         "--threads": "1",
         "--store": sidecar.socket,
-        "--wait-store-s": "30",
+        "--store-connect-timeout": "30s",
         "--max-batch-tokens": "64",
         "--min-load-tokens": "0",
     }
@@ -79,12 +79,12 @@ def test_every_slot_of_a_killed_engine_comes_back(sidecar: Sidecar) -> None:
     slots = l2(sidecar)["slots"]
     for number, delay_s in enumerate(DELAYS_S):
         engine = start_engine(sidecar)
-        admitted = l2(sidecar)["admitted"]
+        stored = l2(sidecar)["stored"]
         # The first half is what the engine before saved, so that there is something to load.
         tokens = [(7 * i + number * (i > 600)) % 256 for i in range(1200)]
         asking = threading.Thread(target=ask, args=(engine, tokens))
         asking.start()
-        until(sidecar, "admitted", at_least=admitted + 1)
+        until(sidecar, "stored", at_least=stored + 1)
         time.sleep(delay_s)
         engine.kill()
         asking.join()

@@ -75,7 +75,7 @@ def test_killed_during_writes_at_50_random_points(tmp_path: Path) -> None:
     torn_lives = survivors = 0
     for life in range(KILLS):
         written: list[bytes] = []
-        with Client(sidecar.socket, NAMESPACE, wait_ready_s=LIMIT_S) as client:
+        with Client(sidecar.socket, NAMESPACE, connect_timeout_s=LIMIT_S) as client:
             killer = threading.Timer(chance.uniform(0.0, LATEST_KILL_S), sidecar.kill)
             killer.start()
             for number in range(MAX_BATCHES):
@@ -90,14 +90,14 @@ def test_killed_during_writes_at_50_random_points(tmp_path: Path) -> None:
             killer.join()
         lives.append(written)
         sidecar.start()
-        with Client(sidecar.socket, NAMESPACE, wait_ready_s=LIMIT_S) as client:
+        with Client(sidecar.socket, NAMESPACE, connect_timeout_s=LIMIT_S) as client:
             # The last life in full, and a part of what earlier ones left.
             older = [name for names in lives[:-1] for name in names]
             found = check(client, written, acknowledged)
             check(client, chance.sample(older, min(OLDER, len(older))), acknowledged)
             torn_lives += found < len(written)
             survivors += found
-    with Client(sidecar.socket, NAMESPACE, wait_ready_s=LIMIT_S) as client:
+    with Client(sidecar.socket, NAMESPACE, connect_timeout_s=LIMIT_S) as client:
         check(client, [name for names in lives for name in names], acknowledged)
     # The kills fell into the writes, and there was something to keep.
     assert torn_lives > KILLS // 3

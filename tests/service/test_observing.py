@@ -40,13 +40,13 @@ TOKENS = {"token-a": "team-a", "token-b": "team-b"}
 
 def patient(socket: str, namespace: Namespace, **about: Any) -> Client:
     """A client that gives nothing up because the machine is busy."""
-    return Client(socket, namespace, reply_limit_s=LIMIT_S, **about)
+    return Client(socket, namespace, response_timeout_s=LIMIT_S, **about)
 
 
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]:
     folder = tmp_path_factory.mktemp("observed")
-    made = ForkedSidecar(folder, {**disk(folder / "disk"), "server": {"tokens": TOKENS}})
+    made = ForkedSidecar(folder, {**disk(folder / "disk"), "server": {"auth_tokens": TOKENS}})
     yield made
     assert made.stop() == 0
 
@@ -74,7 +74,7 @@ def test_promtool_finds_nothing_to_say(sidecar: ForkedSidecar) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed; Debian's package prometheus brings it")
-    with patient(sidecar.socket, NAMESPACE, token="token-a") as client:
+    with patient(sidecar.socket, NAMESPACE, auth_token="token-a") as client:
         put(client, hashes_of("lint", 4))
     text = fetch(sidecar, "/metrics")[1]
     done = subprocess.run(
@@ -83,20 +83,20 @@ def test_promtool_finds_nothing_to_say(sidecar: ForkedSidecar) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_tokens_by_tenant_route_and_tier(sidecar: ForkedSidecar) -> None:
+def test_tokens_by_tenant_traffic_label_and_tier(sidecar: ForkedSidecar) -> None:
     before = samples_of(sidecar)
     run = hashes_of("routed", 6)
     tokens = NAMESPACE.block_tokens
     with (
-        patient(sidecar.socket, NAMESPACE, token="token-a", route="chat") as chat,
-        patient(sidecar.socket, NAMESPACE, token="token-b", route="rag") as rag,
+        patient(sidecar.socket, NAMESPACE, auth_token="token-a", traffic_label="chat") as chat,
+        patient(sidecar.socket, NAMESPACE, auth_token="token-b", traffic_label="rag") as rag,
     ):
         assert match(chat, run) == []
         put(chat, run[:4])
         assert len(match(chat, run)) == 4
         get(chat, run[:4])
         assert match(rag, run) == []  # another tenant's
-        # What a client answers by its catalogue, the sidecar hears with the next verb.
+        # A lookup answered by the shared index is reported with the client's next message.
         put(rag, hashes_of("of another run", 1))
         now = samples_of(sidecar)
 
@@ -104,27 +104,29 @@ def test_tokens_by_tenant_route_and_tier(sidecar: ForkedSidecar) -> None:
         key = (name, *sorted(labels.items()))
         return now[key] - before.get(key, 0)
 
-    chat_is, rag_is = {"tenant": "team-a", "route": "chat"}, {"tenant": "team-b", "route": "rag"}
-    # The first run is asked for again before anything was loaded, so it counts once; `get` asks for
-    # its own.
-    assert grown("kvstore_asked_tokens_total", **chat_is) == (6 + 4) * tokens
+    chat_is, rag_is = (
+        {"tenant": "team-a", "traffic": "chat"},
+        {"tenant": "team-b", "traffic": "rag"},
+    )
+    # The first prefix is looked up twice before a load, so it counts once. `get` looks up its own.
+    assert grown("kvstore_lookup_tokens_total", **chat_is) == (6 + 4) * tokens
     assert grown("kvstore_hit_tokens_total", **chat_is, tier="l2") == 4 * tokens
     assert grown("kvstore_hit_tokens_total", **chat_is, tier="disk") == 0
     assert grown("kvstore_saved_tokens_total", **chat_is) == 4 * tokens
-    assert grown("kvstore_asked_tokens_total", **rag_is) == 6 * tokens
+    assert grown("kvstore_lookup_tokens_total", **rag_is) == 6 * tokens
     assert grown("kvstore_hit_tokens_total", **rag_is, tier="l2") == 0
-    assert grown("kvstore_served_bytes_total", tier="l2") == 4 * SLOT_BYTES
+    assert grown("kvstore_hit_bytes_total", tier="l2") == 4 * SLOT_BYTES
     assert grown("kvstore_saved_bytes_total") == 5 * SLOT_BYTES
     assert grown("kvstore_load_seconds_count") == 1
 
 
-def test_a_tier_is_timed_by_direction(sidecar: ForkedSidecar) -> None:
-    with patient(sidecar.socket, NAMESPACE, token="token-a") as client:
+def test_a_tier_is_timed_by_operation(sidecar: ForkedSidecar) -> None:
+    with patient(sidecar.socket, NAMESPACE, auth_token="token-a") as client:
         put(client, hashes_of("timed", 8))
 
     def written() -> bool:
         now = samples_of(sidecar)
-        count = now["kvstore_tier_seconds_count", ("direction", "write"), ("tier", "disk")]
+        count = now["kvstore_tier_operation_seconds_count", ("op", "write"), ("tier", "disk")]
         return (
             count >= 8
             and now["kvstore_tier_transfers_total", ("direction", "write"), ("tier", "disk")]
@@ -136,21 +138,21 @@ def test_a_tier_is_timed_by_direction(sidecar: ForkedSidecar) -> None:
 
 def test_no_label_names_a_client(sidecar: ForkedSidecar) -> None:
     for number in range(3):
-        with patient(sidecar.socket, NAMESPACE, token="token-a", name=f"unheard {number}"):
+        with patient(sidecar.socket, NAMESPACE, auth_token="token-a", name=f"unheard {number}"):
             pass
     names = {key[0] for key in samples_of(sidecar)}
     labels = {label for key in samples_of(sidecar) for label, _ in key[1:]}
-    assert "kvstore_client_tickets" in names
+    assert "kvstore_client_operations_in_flight" in names
     assert "unheard" not in fetch(sidecar, "/metrics")[1]
     assert labels == {
-        "codec", "direction", "le", "method", "namespace", "path", "route", "state", "status",
-        "tenant", "tier", "verb", "version", "answer", "outcome",
+        "codec", "direction", "le", "method", "namespace", "op", "path", "result", "state",
+        "status", "tenant", "tier", "traffic", "version",
     }  # fmt: skip
 
 
-def test_a_route_that_is_none_is_refused(sidecar: ForkedSidecar) -> None:
-    with pytest.raises(ConfigError, match="route"):
-        patient(sidecar.socket, NAMESPACE, token="token-a", route="no route")
+def test_an_invalid_traffic_label_is_rejected(sidecar: ForkedSidecar) -> None:
+    with pytest.raises(ConfigError, match="traffic label"):
+        patient(sidecar.socket, NAMESPACE, auth_token="token-a", traffic_label="no route")
 
 
 def test_unknown_paths_are_one_row(sidecar: ForkedSidecar) -> None:
@@ -242,15 +244,15 @@ def test_traces(tmp_path: Path) -> None:
     about = {each.key: each.value for each in request.attributes}
     assert about["request_id"].string_value == "traced-1"
     assert about["http.response.status_code"].int_value == 200
-    assert collector.named("verb load")
-    assert collector.named("verb save")
+    assert collector.named("request load")
+    assert collector.named("request save")
     written = collector.named("tier write")
     assert len(written) == 2
     assert all(span.end_time_unix_nano >= span.start_time_unix_nano for span in written)
     collector.shutdown()
 
 
-def test_a_collector_that_is_gone_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_an_unreachable_collector_blocks_nothing(tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
     sidecar = ForkedSidecar(tmp_path, {"trace": {"endpoint": "http://127.0.0.1:9"}})
     with patient(sidecar.socket, NAMESPACE) as client:
@@ -259,14 +261,14 @@ def test_a_collector_that_is_gone_is_in_nobodys_way(tmp_path: Path) -> None:
     assert sidecar.stop() == 0
 
 
-def test_an_endpoint_that_is_none_is_one_line(tmp_path: Path) -> None:
+def test_an_invalid_endpoint_is_one_line(tmp_path: Path) -> None:
     config = tmp_path / "wrong.toml"
     config.write_text('[trace]\nendpoint = "collector:4318"\n')
     code, _, err = run_command(
         tmp_path, "serve", "--config", str(config), "--socket", str(tmp_path / "s"), "--port", "0"
     )
     assert code == 2
-    assert err.startswith("kvstore: trace.endpoint = 'collector:4318' is no URL")
+    assert err.startswith("kvstore: trace.endpoint = 'collector:4318' is not a URL")
 
 
 def test_a_client_that_hangs_up_in_its_request_is_no_error(tmp_path: Path) -> None:
@@ -289,7 +291,7 @@ def test_the_documentation_names_every_metric_and_no_other(sidecar: ForkedSideca
 
     page = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
     named = set(re.findall(r"`(kvstore_[a-z0-9_]+)`", page))
-    with patient(sidecar.socket, NAMESPACE, token="token-a") as client:
+    with patient(sidecar.socket, NAMESPACE, auth_token="token-a") as client:
         put(client, hashes_of("documented", 4))
         wait_until(
             lambda: any(key[0] == "kvstore_codec_ratio" for key in samples_of(sidecar)), "a codec"

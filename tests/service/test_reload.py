@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from sidecar_rig import NAMESPACE, SLOT_BYTES, hashes_of, match, put, run_command, wait_until
 
-from kvstore.cli.common.sidecar_http import ask
+from kvstore.cli.common.sidecar_http import request_json
 from kvstore.config.settings import Settings
 from kvstore.errors import ConfigError, TierUnavailable
 from kvstore.ipc.client import Client
-from kvstore.ipc.sidecar_connection import ask_stats
-from kvstore.service.reload import RELOADS, changes_between
+from kvstore.ipc.sidecar_connection import request_stats
+from kvstore.service.reload import RELOADABLE, changes_between
 from kvstore.testing.processes import Sidecar
 
 SLOTS = 64
@@ -31,7 +31,7 @@ def file_of(folder: Path, **tables: Mapping[str, Any]) -> str:
     base: dict[str, dict[str, Any]] = {
         "l2": {"bytes": SLOTS * SLOT_BYTES, "slot_bytes": SLOT_BYTES},
         "write": {"policy": "write_through"},
-        "limits": {"flush_ms": 5000},
+        "limits": {"shutdown_drain_timeout": 5000},
         "tier": {"kind": "disk", "directory": str(folder / "disk"), "capacity": "64MiB"},
         "server": {},
         "log": {},
@@ -68,7 +68,7 @@ class Running:
     def reload(self, token: str | None = None, **tables: Mapping[str, Any]) -> dict[str, Any]:
         """Over HTTP, after the file was written anew."""
         self.write(**tables)
-        return ask(self.url, "/v1/reload", {}, token=token)
+        return request_json(self.url, "/v1/reload", {}, auth_token=token)
 
     def hang_up(self, expected: str) -> None:
         """SIGHUP; returns when the sidecar has said so."""
@@ -79,10 +79,10 @@ class Running:
         )
 
     def stats(self, token: str | None = None) -> dict[str, Any]:
-        return ask_stats(self.process.socket, token)
+        return request_stats(self.process.socket, token)
 
     def client(self, **more: Any) -> Client:
-        return Client(self.process.socket, NAMESPACE, wait_ready_s=30.0, **more)
+        return Client(self.process.socket, NAMESPACE, connect_timeout_s=30.0, **more)
 
 
 @pytest.fixture(scope="module")
@@ -99,44 +99,53 @@ def as_it_was(running: Running) -> Iterator[None]:
 
 
 def changed(answer: dict[str, Any]) -> dict[str, Any]:
-    return {change["key"]: change.get("now") for change in answer["changed"]}
+    return {change["key"]: change.get("new") for change in answer["changed"]}
 
 
 def test_a_signal_sets_what_the_file_says_now(running: Running) -> None:
-    running.write(l2={"pin_share": 0.5}, write={"policy": "selective"})
-    running.hang_up("kvstore reloaded: l2.pin_share, write.policy")
-    assert running.stats()["l2"]["pins_max"] == SLOTS // 2
+    running.write(l2={"max_pinned_fraction": 0.5}, write={"policy": "selective"})
+    running.hang_up("kvstore reloaded: l2.max_pinned_fraction, write.policy")
+    assert running.stats()["l2"]["max_pinned"] == SLOTS // 2
     with running.client() as client:
         names = hashes_of("selective", 3)
         writes = running.stats()["tiers"]["disk"]["writes"]
         put(client, names)
         assert client.sync(10.0)
-        ask(running.url, "/v1/flush", {})
+        request_json(running.url, "/v1/flush", {})
         assert running.stats()["tiers"]["disk"]["writes"] == writes  # nobody asked twice
     running.hang_up("kvstore reloaded: nothing has changed")
 
 
 def test_a_route_sets_all_of_it_and_says_what(running: Running) -> None:
     answer = running.reload(
-        l2={"ttl_ms": "1h", "quota": {"*": 8 * SLOT_BYTES}},
+        l2={"ttl": "1h", "quota": {"*": 8 * SLOT_BYTES}},
         write={"policy": "write_back", "selective_hits": 3},
         limits={
-            "clients": 1,
-            "queue_blocks": 7,
-            "tier_deadline_ms": "3s",
+            "max_clients": 1,
+            "write_queue_blocks": 7,
+            "tier_timeout": "3s",
             "breaker_failures": 9,
-            "breaker_reset_ms": "1s",
-            "hello_ms": "1s",
-            "transfer_ms": "9s",
-            "flush_ms": "4s",
+            "breaker_reset": "1s",
+            "handshake_timeout": "1s",
+            "http_transfer_timeout": "9s",
+            "shutdown_drain_timeout": "4s",
         },
         log={"level": "info", "format": "json"},
-        tier={"read_rate": "1GiB", "write_rate": "2GiB", "queue_ms": "1s", "quota": {"*": "8MiB"}},
+        tier={
+            "read_bandwidth_limit": "1GiB",
+            "write_bandwidth_limit": "2GiB",
+            "queue_time": "1s",
+            "quota": {"*": "8MiB"},
+        },
     )
     keys = {re.sub(r"^tiers\.\d+", "tiers", key) for key in changed(answer)}
-    assert keys == RELOADS - {"l2.pin_share", "server.tokens", "server.admin_token"}
-    assert changed(answer)["l2.ttl_ms"] == 3_600_000.0
-    assert {"key": "limits.queue_blocks", "was": 256, "now": 7} in answer["changed"]
+    assert keys == RELOADABLE - {
+        "l2.max_pinned_fraction",
+        "server.auth_tokens",
+        "server.admin_auth_token",
+    }
+    assert changed(answer)["l2.ttl"] == 3_600_000.0
+    assert {"key": "limits.write_queue_blocks", "old": 256, "new": 7} in answer["changed"]
     with running.client() as client:
         put(client, hashes_of("quota", 12))
         # L2 holds eight of the tenant's blocks; the second client finds no place.
@@ -147,11 +156,11 @@ def test_a_route_sets_all_of_it_and_says_what(running: Running) -> None:
 
 def test_a_smaller_quota_is_kept_to_from_the_next_save_on(running: Running) -> None:
     with running.client() as client:
-        ask(running.url, "/v1/clear?tier=l2", {})
+        request_json(running.url, "/v1/clear?tier=l2", {})
         put(client, hashes_of("large", 30))
         assert client.sync(10.0)
         wait_until(lambda: running.stats()["l2"]["slots_ready"] == 30, "thirty blocks")
-        ask(running.url, "/v1/flush", {})
+        request_json(running.url, "/v1/flush", {})
         running.reload(l2={"quota": {"default": 10 * SLOT_BYTES}})
         put(client, hashes_of("one more", 1))
         assert client.sync(10.0)
@@ -167,7 +176,7 @@ def test_blocks_age_from_a_reload_on(running: Running) -> None:
         put(client, hashes_of("old", 4))
         assert client.sync(10.0)
         assert running.stats()["l2"]["slots_ready"] > 0
-        running.reload(l2={"ttl_ms": "80ms"})
+        running.reload(l2={"ttl": "80ms"})
         wait_until(lambda: running.stats()["l2"]["slots_ready"] == 0, "L2 is empty")
         assert len(match(client, hashes_of("old", 4))) == 4  # the disk has them
 
@@ -183,26 +192,29 @@ def test_blocks_that_wait_for_their_eviction_are_written_whatever_comes_after(
         assert running.stats()["l2"]["slots_dirty"] == 5
         running.reload()
         wait_until(lambda: running.stats()["l2"]["slots_dirty"] == 0, "all is written")
-        ask(running.url, "/v1/clear?tier=l2", {})
+        request_json(running.url, "/v1/clear?tier=l2", {})
         assert match(client, names) == ["disk"] * 5
 
 
 def test_tokens_change_under_clients_that_stay(running: Running) -> None:
     with running.client() as client:
         put(client, hashes_of("mine", 2))
-        server = {"tokens": {"new-secret": "team-b"}, "admin_token": "of-the-admin"}
+        server = {"auth_tokens": {"new-secret": "team-b"}, "admin_auth_token": "of-the-admin"}
         answer = running.reload(server=server)
-        assert answer["changed"] == [{"key": "server.tokens"}, {"key": "server.admin_token"}]
+        assert answer["changed"] == [
+            {"key": "server.auth_tokens"},
+            {"key": "server.admin_auth_token"},
+        ]
         assert len(match(client, hashes_of("mine", 2))) == 2
-        with pytest.raises(ConfigError, match="asks for a token"):
+        with pytest.raises(ConfigError, match="requires an auth token"):
             Client(running.process.socket, NAMESPACE)
-        with running.client(token="new-secret") as other:
+        with running.client(auth_token="new-secret") as other:
             assert match(other, hashes_of("mine", 2)) == []
         with pytest.raises(TierUnavailable, match="401"):
             running.reload()
         assert changed(running.reload(token="of-the-admin")).keys() == {
-            "server.tokens",
-            "server.admin_token",
+            "server.auth_tokens",
+            "server.admin_auth_token",
         }
     assert "secret" not in running.process.output
     assert "of-the-admin" not in running.process.output
@@ -216,10 +228,10 @@ def test_tokens_change_under_clients_that_stay(running: Running) -> None:
         ({"tier": {"capacity": "128MiB"}}, ["tiers.0.capacity", "restart"]),
         ({"tier": {"codec": "identity"}}, ["tiers.0.codec", "restart"]),
         ({"tier": {"kind": "memory", "directory": "x"}}, ["tiers.0.kind"]),
-        ({"limits": {"transfers": 9}}, ["limits.transfers", "restart"]),
+        ({"limits": {"max_http_transfers": 9}}, ["limits.max_http_transfers", "restart"]),
         ({"server": {"host": "0.0.0.0"}}, ["server.host", "restart"]),
         ({"hash": {"seed": "x"}, "server": {"kv_events": ["tcp://x:1"]}}, ["server.kv_events"]),
-        ({"l2": {"ttl": "1s"}}, ["'l2.ttl'", "'ttl_ms'"]),
+        ({"l2": {"tttl": "1s"}}, ["'l2.tttl'", "'ttl'"]),
         ({"write": {"policy": "write_bak"}}, ["'write_bak'", "'write_back'"]),
         ({"l2": {"quota": {"a": 5}}}, ["quota", "'a'"]),
         ({"log": {"level": "loud"}}, ["log.level", "'loud'"]),
@@ -229,7 +241,7 @@ def test_what_cannot_be_or_is_wrong_changes_nothing(
     running: Running, tables: dict[str, Any], words: list[str]
 ) -> None:
     """The file changes something that can change, too: it does not."""
-    limits = {"flush_ms": 1234, **tables.get("limits", {})}
+    limits = {"shutdown_drain_timeout": 1234, **tables.get("limits", {})}
     before = running.stats()["reloads"]
     with pytest.raises(ConfigError) as caught:
         running.reload(**{**tables, "limits": limits})
@@ -237,9 +249,11 @@ def test_what_cannot_be_or_is_wrong_changes_nothing(
     for word in words:
         assert word in str(caught.value)
     after = running.stats()["reloads"]
-    assert after == {**before, "refused": before["refused"] + 1, "in_force": 0}
-    running.hang_up("not reloaded: ")
-    assert changed(running.reload(limits={"flush_ms": 4321})) == {"limits.flush_ms": 4321.0}
+    assert after == {**before, "rejected": before["rejected"] + 1, "in_force": 0}
+    running.hang_up("configuration not reloaded: ")
+    assert changed(running.reload(limits={"shutdown_drain_timeout": 4321})) == {
+        "limits.shutdown_drain_timeout": 4321.0
+    }
 
 
 def test_a_file_that_is_gone_or_no_toml_changes_nothing(running: Running) -> None:
@@ -248,8 +262,8 @@ def test_a_file_that_is_gone_or_no_toml_changes_nothing(running: Running) -> Non
         if text is not None:
             running.file.write_text(text)
         with pytest.raises(ConfigError, match="config file"):
-            ask(running.url, "/v1/reload", {})
-        running.hang_up("not reloaded: config file")
+            request_json(running.url, "/v1/reload", {})
+        running.hang_up("configuration not reloaded: config file")
         running.write()
     assert running.reload()["changed"] == []
 
@@ -260,16 +274,16 @@ def test_reloads_are_metrics(running: Running) -> None:
             lines = answer.read().decode().splitlines()
         return dict(line.rsplit(" ", 1) for line in lines if line.startswith("kvstore_config_"))
 
-    running.reload(limits={"flush_ms": 1111})
+    running.reload(limits={"shutdown_drain_timeout": 1111})
     good = told()
     assert good["kvstore_config_last_reload_successful"] == "1.0"
     assert float(good["kvstore_config_last_reload_success_timestamp_seconds"]) > 1e9
     with pytest.raises(ConfigError):
-        running.reload(limits={"flush_ms": "soon"})
+        running.reload(limits={"shutdown_drain_timeout": "soon"})
     bad = told()
     assert bad["kvstore_config_last_reload_successful"] == "0.0"
-    for outcome, more in (("applied", 0), ("refused", 1)):
-        name = f'kvstore_config_reloads_total{{outcome="{outcome}"}}'
+    for result, more in (("applied", 0), ("rejected", 1)):
+        name = f'kvstore_config_reloads_total{{result="{result}"}}'
         assert float(bad[name]) == float(good[name]) + more
 
 
@@ -283,14 +297,14 @@ def test_many_signals_at_once_are_harmless(running: Running) -> None:
 
 
 def test_what_engines_read_is_said_to_be_theirs(running: Running, tmp_path: Path) -> None:
-    running.write(limits={"flush_ms": 777})
+    running.write(limits={"shutdown_drain_timeout": 777})
     with running.file.open("a") as file:
-        file.write('[prefetch]\nbase_ms = "70ms"\n')
+        file.write('[prefetch]\nbase_wait = "70ms"\n')
     code, out, err = run_command(tmp_path, "config", "reload", "--url", running.url)
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "limits.flush_ms: 5000.0 -> 777.0",
-        "prefetch.base_ms: engines read it when they start",
+        "limits.shutdown_drain_timeout: 5000.0 -> 777.0",
+        "prefetch.base_wait: engines read it when they start",
     ]
     code, out, _ = run_command(tmp_path, "config", "reload", "--url", running.url, "--json")
     assert (code, json.loads(out)) == (0, {"changed": [], "for_engines": []})
@@ -300,16 +314,16 @@ def test_without_a_file_there_is_nothing_to_read(tmp_path: Path) -> None:
     flags = (
         "--l2",
         str(SLOTS * SLOT_BYTES),
-        "--slot",
+        "--slot-bytes",
         str(SLOT_BYTES),
         "--set",
-        "limits.clients=1",
+        "limits.max_clients=1",
     )
     with Sidecar(tmp_path / "kv.sock", *flags) as sidecar:
         sidecar.wait_ready()
         with pytest.raises(ConfigError, match="without --config"):
-            ask(sidecar.url, "/v1/reload", {})
-        with Client(sidecar.socket, NAMESPACE, wait_ready_s=30.0):
+            request_json(sidecar.url, "/v1/reload", {})
+        with Client(sidecar.socket, NAMESPACE, connect_timeout_s=30.0):
             with Client(sidecar.socket, NAMESPACE) as second:
                 assert "1 clients" in second.match(hashes_of("x", 1)).fault
             request = urllib.request.Request(f"{sidecar.url}/v1/reload", method="GET")
@@ -325,9 +339,9 @@ def test_every_key_that_reloads_is_one() -> None:
         if isinstance(field.annotation, type)
         for name in getattr(field.annotation, "model_fields", ())
     }
-    assert {key for key in RELOADS if not key.startswith("tiers.")} <= known
+    assert {key for key in RELOADABLE if not key.startswith("tiers.")} <= known
     one = Settings.load(None, {"tiers": [{"kind": "memory"}]}, environment=False)
-    for name in (key.partition(".")[2] for key in RELOADS if key.startswith("tiers.")):
+    for name in (key.partition(".")[2] for key in RELOADABLE if key.startswith("tiers.")):
         value = {"a": "1MiB"} if name == "quota" else 1
         other = Settings.load(None, {"tiers": [{"kind": "memory", name: value}]}, environment=False)
         assert [change.key for change in changes_between(one, other)] == [f"tiers.{name}"]

@@ -1,4 +1,4 @@
-"""The catalogue against plain sets: what it shows is there, what it says is nowhere is nowhere."""
+"""The shared index, compared with plain sets: every answer of it is true."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 
 from kvstore.blocks.key import Key
 from kvstore.errors import ConfigError
-from kvstore.shm import shared_index as catalog_module
-from kvstore.shm.shared_index import SALT_BYTES, WAYS, Catalog, CatalogView
+from kvstore.shm import shared_index as index_module
+from kvstore.shm.shared_index import BUCKET_MARKS, SEED_BYTES, SharedIndex, SharedIndexView
 
 SPACES = (("a", "n1"), ("a", "n2"), ("b", "n1"))
 MIB = 1 << 20
 
 
 @pytest.fixture
-def catalog() -> Iterator[Catalog]:
-    made = Catalog(64, 64, MIB)
-    yield made
-    made.close()
+def index() -> Iterator[SharedIndex]:
+    shared_index = SharedIndex(64, 64, MIB)
+    yield shared_index
+    shared_index.close()
 
 
-def view_of(catalog: Catalog, tenant: str = "a", namespace: str = "n1") -> CatalogView:
-    return CatalogView(catalog.fd, catalog.salt(tenant, namespace))
+def view_of(index: SharedIndex, tenant: str = "a", namespace: str = "n1") -> SharedIndexView:
+    return SharedIndexView(index.fd, index.seed(tenant, namespace))
 
 
 def name(number: int) -> bytes:
@@ -42,39 +42,47 @@ def key(number: int, tenant: str = "a", namespace: str = "n1") -> Key:
 
 
 def nothing() -> None:
-    """There is no slab whose blocks could be listed."""
+    """Insert no READY blocks: there is no slab."""
 
 
-def test_what_is_shown_is_a_run_until_it_is_taken_off(catalog: Catalog) -> None:
-    view = view_of(catalog)
+def test_inserted_blocks_are_a_prefix_until_one_is_removed(index: SharedIndex) -> None:
+    view = view_of(index)
     names = [name(n) for n in range(10)]
-    assert view.run(names) == view.run([]) == 0
+    assert view.cached_prefix_len(names) == view.cached_prefix_len([]) == 0
     for n in range(8):
-        catalog.show(key(n))
-    assert (view.run(names), view.run(names[:8]), view.run(names[3:5])) == (8, 8, 2)
-    catalog.show(key(2))
-    catalog.take_off(key(2))
-    assert view.run(names) == 2, "shown twice is shown once"
-    catalog.take_off(key(2))
-    assert view_of(catalog, "b").run(names) == view_of(catalog, "a", "n2").run(names) == 0
+        index.insert(key(n))
+    assert (
+        view.cached_prefix_len(names),
+        view.cached_prefix_len(names[:8]),
+        view.cached_prefix_len(names[3:5]),
+    ) == (8, 8, 2)
+    index.insert(key(2))
+    index.remove(key(2))
+    assert view.cached_prefix_len(names) == 2, "two inserts count once"
+    index.remove(key(2))
+    assert (
+        view_of(index, "b").cached_prefix_len(names)
+        == view_of(index, "a", "n2").cached_prefix_len(names)
+        == 0
+    )
 
 
-def test_nothing_is_absent_before_the_first_listing(catalog: Catalog) -> None:
-    view = view_of(catalog)
-    assert not view.absent(name(1))
-    catalog.renew(nothing, [key(2)])
-    assert view.absent(name(1))
-    assert not view.absent(name(2))
-    assert view_of(catalog, "b").absent(name(2))
-    catalog.show(key(1))
-    assert not view.absent(name(1))
-    catalog.take_off(key(1))
-    assert not view.absent(name(1)), "it may lie in a tier"
+def test_no_block_is_absent_before_the_first_rebuild(index: SharedIndex) -> None:
+    view = view_of(index)
+    assert not view.is_absent(name(1))
+    index.rebuild_filter(nothing, [key(2)])
+    assert view.is_absent(name(1))
+    assert not view.is_absent(name(2))
+    assert view_of(index, "b").is_absent(name(2))
+    index.insert(key(1))
+    assert not view.is_absent(name(1))
+    index.remove(key(1))
+    assert not view.is_absent(name(1)), "it may be in a tier"
 
 
 operations = st.lists(
     st.tuples(
-        st.sampled_from(["show", "off", "spill", "forget", "renew"]),
+        st.sampled_from(["insert", "remove", "write", "delete", "rebuild"]),
         st.integers(0, 11),
         st.sampled_from(SPACES),
     ),
@@ -84,184 +92,188 @@ operations = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(operations)
-def test_it_tells_no_lies(steps: Sequence[tuple[str, int, tuple[str, str]]]) -> None:
-    """Against a set of what L2 holds and one of what a tier holds."""
-    catalog = Catalog(64, 64, MIB)
-    views = {space: view_of(catalog, *space) for space in SPACES}
+def test_every_answer_is_true(steps: Sequence[tuple[str, int, tuple[str, str]]]) -> None:
+    """Compared with the set of blocks in L2 and the set of blocks in a tier."""
+    index = SharedIndex(64, 64, MIB)
+    views = {space: view_of(index, *space) for space in SPACES}
     l2: set[Key] = set()
     tier: set[Key] = set()
     certain = False
 
     def list_l2() -> None:
         for each in l2:
-            catalog.show(each)
+            index.insert(each)
 
     for what, number, space in steps:
         block = key(number, *space)
-        if what == "show":
+        if what == "insert":
             l2.add(block)
-            catalog.show(block)
-        elif what == "off" and block in l2:
+            index.insert(block)
+        elif what == "remove" and block in l2:
             l2.remove(block)
-            catalog.take_off(block)
-        elif what == "spill":
+            index.remove(block)
+        elif what == "write":
             tier |= {block} & l2
-        elif what == "forget":
+        elif what == "delete":
             tier.discard(block)
-        elif what == "renew":
-            catalog.renew(list_l2, sorted(tier))
+        elif what == "rebuild":
+            index.rebuild_filter(list_l2, sorted(tier))
             certain = True
         view = views[space]
         for n in range(12):
-            held = key(n, *space) in l2 | tier
-            assert not (held and view.absent(name(n)))
-            assert view.run([name(n)]) == (key(n, *space) in l2)
+            cached = key(n, *space) in l2 | tier
+            assert not (cached and view.is_absent(name(n)))
+            assert view.cached_prefix_len([name(n)]) == (key(n, *space) in l2)
     if certain:
-        assert sum(view.absent(name(n)) for view in views.values() for n in range(100, 200)) > 290
-    catalog.close()
+        assert (
+            sum(view.is_absent(name(n)) for view in views.values() for n in range(100, 200)) > 290
+        )
+    index.close()
 
 
-def test_a_ninth_block_of_a_bucket_is_asked_for(catalog: Catalog) -> None:
-    view = view_of(catalog)
-    catalog.renew(nothing, ())
-    crowd = [struct.pack("<4Q", n, 7, 0, 0) for n in range(WAYS + 1)]
+def test_a_ninth_block_of_a_bucket_gets_no_mark(index: SharedIndex) -> None:
+    view = view_of(index)
+    index.rebuild_filter(nothing, ())
+    crowd = [struct.pack("<4Q", n, 7, 0, 0) for n in range(BUCKET_MARKS + 1)]
     for each in crowd:
-        catalog.show(Key("a", "n1", each))
-    shown = [view.run([each]) for each in crowd]
-    assert shown == [1] * WAYS + [0]
-    assert not view.absent(crowd[WAYS])
-    catalog.take_off(Key("a", "n1", crowd[WAYS]))
-    catalog.take_off(Key("a", "n1", crowd[0]))
-    assert [view.run([each]) for each in crowd] == [0] + [1] * (WAYS - 1) + [0]
+        index.insert(Key("a", "n1", each))
+    shown = [view.cached_prefix_len([each]) for each in crowd]
+    assert shown == [1] * BUCKET_MARKS + [0]
+    assert not view.is_absent(crowd[BUCKET_MARKS])
+    index.remove(Key("a", "n1", crowd[BUCKET_MARKS]))
+    index.remove(Key("a", "n1", crowd[0]))
+    assert [view.cached_prefix_len([each]) for each in crowd] == [0] + [1] * (BUCKET_MARKS - 1) + [
+        0
+    ]
 
 
 @pytest.mark.parametrize("sizes", [[5], [8], [16], [20], [64], [33, 31], [1, 64]])
-def test_hashes_of_any_length(catalog: Catalog, sizes: list[int]) -> None:
-    view = view_of(catalog)
+def test_hashes_of_any_length(index: SharedIndex, sizes: list[int]) -> None:
+    view = view_of(index)
     names = [bytes([n + 1]) * size for n, size in enumerate(sizes)]
-    catalog.renew(nothing, ())
-    assert all(view.absent(each) for each in names)
+    index.rebuild_filter(nothing, ())
+    assert all(view.is_absent(each) for each in names)
     for at, each in enumerate(names):
-        assert view.run(names) == at
-        catalog.show(Key("a", "n1", each))
-    assert view.run(names) == len(names)
+        assert view.cached_prefix_len(names) == at
+        index.insert(Key("a", "n1", each))
+    assert view.cached_prefix_len(names) == len(names)
 
 
-def test_a_crowded_filter_is_called_out_and_made_anew(
+def test_a_full_filter_is_reported_and_rebuilt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(catalog_module, "CELLS_LEAST", 256)
-    catalog = Catalog(8, 0, 512)
-    assert catalog.cells == 256
-    told: list[int] = []
-    catalog.crowded = lambda: told.append(1)
-    view = view_of(catalog)
-    catalog.renew(nothing, ())
+    monkeypatch.setattr(index_module, "MIN_CELLS", 256)
+    index = SharedIndex(8, 0, 512)
+    assert index.cells == 256
+    calls: list[int] = []
+    index.on_filter_full = lambda: calls.append(1)
+    view = view_of(index)
+    index.rebuild_filter(nothing, ())
     for n in range(31):
-        catalog.show(key(n))
-        catalog.take_off(key(n))
-    assert not told
+        index.insert(key(n))
+        index.remove(key(n))
+    assert not calls
     for n in range(31, 60):
-        catalog.show(key(n))
-        catalog.take_off(key(n))
-    assert len(told) == 2, "each sixteen more once it is crowded"
-    catalog.renew(nothing, [key(59)])
-    assert not view.absent(name(59))
-    assert sum(view.absent(name(n)) for n in range(59)) > 50, "what went is forgotten"
-    catalog.close()
+        index.insert(key(n))
+        index.remove(key(n))
+    assert len(calls) == 2, "one call per 16 more blocks once it is full"
+    index.rebuild_filter(nothing, [key(59)])
+    assert not view.is_absent(name(59))
+    assert sum(view.is_absent(name(n)) for n in range(59)) > 50, "removed blocks are absent again"
+    index.close()
 
 
-def test_what_comes_while_it_is_made_anew_is_in_it(catalog: Catalog) -> None:
-    view = view_of(catalog)
-    catalog.renew(nothing, ())
+def test_a_block_inserted_during_a_rebuild_is_in_the_new_filter(index: SharedIndex) -> None:
+    view = view_of(index)
+    index.rebuild_filter(nothing, ())
 
-    def below() -> Iterator[Key]:
+    def tier_keys() -> Iterator[Key]:
         for n in range(100):
-            catalog.show(key(1000 + n))
-            catalog.take_off(key(1000 + n))
-            assert not view.absent(name(1000 + n)), "the filter in force knows it too"
+            index.insert(key(1000 + n))
+            index.remove(key(1000 + n))
+            assert not view.is_absent(name(1000 + n)), "the valid filter has it too"
             yield key(n)
 
-    catalog.renew(nothing, below())
-    assert not any(view.absent(name(n)) for n in (*range(100), *range(1000, 1100)))
+    index.rebuild_filter(nothing, tier_keys())
+    assert not any(view.is_absent(name(n)) for n in (*range(100), *range(1000, 1100)))
 
 
-def test_a_listing_that_fails_leaves_the_old_filter_in_force(catalog: Catalog) -> None:
-    view = view_of(catalog)
-    catalog.renew(nothing, [key(1)])
+def test_a_failed_rebuild_keeps_the_old_filter(index: SharedIndex) -> None:
+    view = view_of(index)
+    index.rebuild_filter(nothing, [key(1)])
 
     def broken() -> Iterator[Key]:
         yield key(2)
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        catalog.renew(nothing, broken())
-    assert view.absent(name(2))
-    catalog.show(key(3))
-    assert not view.absent(name(1))
-    assert not view.absent(name(3))
+        index.rebuild_filter(nothing, broken())
+    assert view.is_absent(name(2))
+    index.insert(key(3))
+    assert not view.is_absent(name(1))
+    assert not view.is_absent(name(3))
 
 
-def test_readers_see_whole_marks_while_others_come_and_go(catalog: Catalog) -> None:
-    view = view_of(catalog)
+def test_readers_see_complete_marks_during_changes(index: SharedIndex) -> None:
+    view = view_of(index)
     steady = [name(n) for n in range(16)]
     for n in range(16):
-        catalog.show(key(n))
-    catalog.renew(lambda: [catalog.show(key(n)) for n in range(16)] and None, ())
+        index.insert(key(n))
+    index.rebuild_filter(lambda: [index.insert(key(n)) for n in range(16)] and None, ())
     stop = threading.Event()
 
     def churn() -> None:
         n = 100
         while not stop.is_set():
-            catalog.show(key(n))
-            catalog.take_off(key(n))
+            index.insert(key(n))
+            index.remove(key(n))
             n += 1
 
     writer = threading.Thread(target=churn)
     writer.start()
     try:
         for _ in range(2000):
-            assert view.run(steady) == 16
-            assert not view.absent(steady[3])
+            assert view.cached_prefix_len(steady) == 16
+            assert not view.is_absent(steady[3])
     finally:
         stop.set()
         writer.join()
 
 
-def test_clients_cannot_write_to_it(catalog: Catalog) -> None:
+def test_clients_cannot_write_to_the_index(index: SharedIndex) -> None:
     kernel = tuple(map(int, os.uname().release.split(".")[:2]))
     if kernel < (5, 1):
         pytest.skip("a kernel before 5.1 cannot seal a file against later mappings")
     with pytest.raises(PermissionError):
-        mmap.mmap(catalog.fd, catalog.nbytes)
+        mmap.mmap(index.fd, index.nbytes)
     with pytest.raises(PermissionError):
-        os.ftruncate(catalog.fd, 0)
+        os.ftruncate(index.fd, 0)
 
 
-def test_a_file_that_is_none(catalog: Catalog) -> None:
-    with pytest.raises(ConfigError, match="salt of 3"):
-        CatalogView(catalog.fd, b"abc")
+def test_an_invalid_file_is_rejected(index: SharedIndex) -> None:
+    with pytest.raises(ConfigError, match="seed of 3"):
+        SharedIndexView(index.fd, b"abc")
     fd = os.memfd_create("other")
-    salt = bytes(SALT_BYTES)
+    seed = bytes(SEED_BYTES)
     try:
         with pytest.raises(ConfigError, match="of 0 bytes"):
-            CatalogView(fd, salt)
+            SharedIndexView(fd, seed)
         os.ftruncate(fd, 8192)
-        with pytest.raises(ConfigError, match="that is none"):
-            CatalogView(fd, salt)
+        with pytest.raises(ConfigError, match="not a shared index"):
+            SharedIndexView(fd, seed)
         os.pwrite(fd, struct.pack("<8sQQ", b"KVCATLG1", 1 << 20, 1 << 16), 0)
-        with pytest.raises(ConfigError, match="that is none"):
-            CatalogView(fd, salt)
+        with pytest.raises(ConfigError, match="not a shared index"):
+            SharedIndexView(fd, seed)
     finally:
         os.close(fd)
 
 
-def test_a_closed_one_is_certain_of_nothing() -> None:
-    catalog = Catalog(8, 8, MIB)
-    view = view_of(catalog)
-    catalog.renew(nothing, ())
-    assert view.absent(name(1))
-    catalog.close()
-    assert not view.absent(name(1))
-    catalog.take_off(key(1))
-    catalog.show(key(1))
+def test_no_block_is_absent_in_a_closed_index() -> None:
+    index = SharedIndex(8, 8, MIB)
+    view = view_of(index)
+    index.rebuild_filter(nothing, ())
+    assert view.is_absent(name(1))
+    index.close()
+    assert not view.is_absent(name(1))
+    index.remove(key(1))
+    index.insert(key(1))

@@ -1,4 +1,4 @@
-"""The slab: shared by descriptor, aligned, nameless, and refused in one line when too large."""
+"""The slab: shared by descriptor, aligned, nameless, and rejected in one line if too large."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ def test_too_large_is_one_line_that_says_what_to_change(directory: str | None, a
     assert available_bytes() < 1 << 50
 
 
-def test_too_few_huge_pages_say_so_and_no_more_is_asked_of_other_memory() -> None:
-    """They were set aside: what is available beside them does not count."""
+def test_too_few_huge_pages_are_reported_without_a_check_of_other_memory() -> None:
+    """Huge pages are reserved: other available memory does not count."""
     with pytest.raises(ConfigError, match="nr_hugepages") as caught:
         Slab.create(1 << 30, 1 << 20, huge_pages=True)
     assert "available" not in str(caught.value)
 
 
-def test_a_directory_that_cannot_hold_it_is_named(tmp_path: Path) -> None:
+def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     missing = str(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="nowhere"):
         Slab.create(1, 4096, directory=missing)
@@ -134,7 +134,7 @@ def test_sizes_must_be_positive(slots: int, slot_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(3, 4096), (2, 8192), (2, 100), (0, 4096)])
-def test_attach_refuses_what_the_file_does_not_hold(slots: int, slot_bytes: int) -> None:
+def test_attach_rejects_sizes_that_do_not_fit_the_file(slots: int, slot_bytes: int) -> None:
     slab = Slab.create(2, 4096)
     fd = os.dup(slab.fd)
     with pytest.raises(ConfigError):
@@ -146,7 +146,7 @@ def test_attach_refuses_what_the_file_does_not_hold(slots: int, slot_bytes: int)
 
 @pytest.mark.parametrize("nbytes", [4096, 1 << 20])
 def test_no_client_can_resize_it(nbytes: int) -> None:
-    """A file cut short kills whoever touches what is gone."""
+    """An access beyond the end of a truncated file kills the process."""
     slab = Slab.create(2, 4096)
     with pytest.raises(PermissionError):
         os.ftruncate(slab.fd, nbytes)
@@ -162,7 +162,7 @@ def test_views_outlive_close() -> None:
     assert bytes(view[:4]) == b"kept"
 
 
-def test_a_slot_outside_the_slab_is_our_mistake() -> None:
+def test_a_slot_outside_the_slab_raises() -> None:
     slab = Slab.create(2, 4096)
     for slot in (-1, 2):
         with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Many threads at one small store: every block served is the key's, and every slot comes back."""
+"""Many threads use one small store: every loaded block is correct, and no slot is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from store_rig import OTHER_SPACE, SPACE, WAIT_S, check, fill, hashes, make_stor
 from kvstore.cache.write_policy import WRITE_POLICIES, write_policy
 from kvstore.interface import Load
 from kvstore.store.session import Session
-from kvstore.store.store import Budgets, Store
+from kvstore.store.store import Store, StoreLimits
 from kvstore.testing.faults import Fault, FaultyTier
 from kvstore.tiers import disk
 from kvstore.tiers.base import Tier
@@ -22,30 +22,37 @@ from kvstore.tiers.memory import MemoryTier
 THREADS = 4
 STEPS = 400
 NAMES = hashes(40)
-PARTIES = ((SPACE, "red"), (SPACE, "blue"), (OTHER_SPACE, "red"))
+OWNERS = ((SPACE, "red"), (SPACE, "blue"), (OTHER_SPACE, "red"))
 
 
 class Engine(threading.Thread):
-    """Saves, loads, gives up and dies at random, and checks what it is given."""
+    """Saves, loads, releases early and reconnects at random, and checks every loaded block."""
 
     def __init__(self, store: Store, seed: int) -> None:
         super().__init__(name=f"engine-{seed}")
         self.store = store
         self.random = random.Random(seed)
-        self.session = self.join_store()
-        self.held: list[Load] = []
+        self.session = self.open_session()
+        self.loads: list[Load] = []
         self.checked = 0
         self.fault: BaseException | None = None
 
-    def join_store(self) -> Session:
-        namespace, tenant = self.random.choice(PARTIES)
+    def open_session(self) -> Session:
+        namespace, tenant = self.random.choice(OWNERS)
         return self.store.session(namespace, tenant)
 
     def run(self) -> None:
         try:
             for _ in range(STEPS):
                 self.random.choices(
-                    (self.save, self.load, self.match, self.let_go, self.die, self.empty),
+                    (
+                        self.save,
+                        self.load,
+                        self.match,
+                        self.release_one,
+                        self.reconnect,
+                        self.clear_l2,
+                    ),
                     (6, 8, 3, 4, 1, 0.3),
                 )[0]()
             self.session.close()
@@ -57,55 +64,55 @@ class Engine(threading.Thread):
         return NAMES[start : start + self.random.randint(1, 6)]
 
     def save(self) -> None:
-        ticket = self.session.save(self.some())
-        fill(self.session, ticket)
+        operation = self.session.save(self.some())
+        fill(self.session, operation)
         if self.random.random() < 0.8:
-            self.session.commit(ticket)
+            self.session.commit(operation)
         else:
-            self.session.release(ticket)
+            self.session.release(operation)
 
     def load(self) -> None:
-        ticket = self.session.load(self.some())
+        operation = self.session.load(self.some())
         deadline_s = time.monotonic() + WAIT_S
         patient = self.random.random() < 0.7
-        while patient and not ticket.done:
+        while patient and not operation.done:
             assert time.monotonic() < deadline_s, "a load never ended"
             self.session.poll(0.5)
-        self.look(ticket)
-        self.held.append(ticket)
-        if len(self.held) > 2:
-            self.let_go()
+        self.check_load(operation)
+        self.loads.append(operation)
+        if len(self.loads) > 2:
+            self.release_one()
 
-    def look(self, ticket: Load) -> None:
-        check(self.session, ticket)
-        self.checked += len(ticket.slots)
+    def check_load(self, operation: Load) -> None:
+        check(self.session, operation)
+        self.checked += len(operation.slots)
 
     def match(self) -> None:
-        ticket = self.session.match(self.some())
-        assert len(ticket.tiers) <= len(ticket.hashes)
+        operation = self.session.match(self.some())
+        assert len(operation.tiers) <= len(operation.hashes)
         self.session.poll()
 
-    def let_go(self) -> None:
-        if self.held:
-            ticket = self.held.pop(0)
-            self.look(ticket)  # still what it was, however long it was held
-            self.session.release(ticket)
+    def release_one(self) -> None:
+        if self.loads:
+            operation = self.loads.pop(0)
+            self.check_load(operation)  # unchanged while leased
+            self.session.release(operation)
 
-    def die(self) -> None:
-        self.session.drop()
-        self.held.clear()
-        self.session = self.join_store()
+    def reconnect(self) -> None:
+        self.session.close()
+        self.loads.clear()
+        self.session = self.open_session()
 
-    def empty(self) -> None:
+    def clear_l2(self) -> None:
         self.store.clear("l2")
 
 
-def trouble(seed: int) -> FaultyTier:
-    """A fast tier that fails in every way, now and then."""
+def unreliable_tier(seed: int) -> FaultyTier:
+    """A fast tier that sometimes fails, in every way except hanging."""
     faults = random.Random(seed)
     lock = threading.Lock()
 
-    def schedule(verb: str, keys: object) -> Fault | None:
+    def schedule(call: str, keys: object) -> Fault | None:
         with lock:
             if faults.random() > 0.15:
                 return None
@@ -115,16 +122,16 @@ def trouble(seed: int) -> FaultyTier:
 
 
 @pytest.mark.parametrize("write", WRITE_POLICIES)
-@pytest.mark.parametrize("trusty", [True, False])
+@pytest.mark.parametrize("reliable", [True, False])
 def test_bytes_are_never_wrong_and_slots_never_lost(
-    write: str, trusty: bool, tmp_path: Path
+    write: str, reliable: bool, tmp_path: Path
 ) -> None:
     lower = disk.open(disk.Config(directory=str(tmp_path / "disk"), capacity=4 << 20))
-    tiers: list[Tier] = [lower] if trusty else [trouble(1), lower]
+    tiers: list[Tier] = [lower] if reliable else [unreliable_tier(1), lower]
     store = make_store(
         *tiers,
         slots=24,
-        budgets=Budgets(queue_blocks=8),
+        limits=StoreLimits(queue_blocks=8),
         write_policy=write_policy(write, selective_hits=1),
     )
     engines = [Engine(store, seed) for seed in range(THREADS)]
@@ -137,7 +144,7 @@ def test_bytes_are_never_wrong_and_slots_never_lost(
         if engine.fault is not None:
             raise engine.fault
     assert sum(engine.checked for engine in engines) > 100
-    store.brain.check()
-    assert store.stats()["l2"]["slots_leased"] <= store.stats()["l2"]["spilling"]
+    store.manager.check()
+    assert store.stats()["l2"]["slots_leased"] <= store.stats()["l2"]["tier_writes_in_flight"]
     assert store.stats()["l2"]["evictions"] > 0
     store.close()  # asserts that free slots are all slots

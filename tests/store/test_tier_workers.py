@@ -1,4 +1,4 @@
-"""What many workers do at once is counted whole."""
+"""The counters of concurrent workers are exact."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from store_rig import SPACE, hashes, make_store, save, spill_to_tiers
+from store_rig import SPACE, flush_to_tiers, hashes, make_store, save
 
 from kvstore.tiers.memory import MemoryTier
 
@@ -15,18 +15,18 @@ ROUNDS = 40
 
 
 @pytest.fixture
-def restless() -> Iterator[None]:
-    """Threads take turns as often as the interpreter lets them."""
+def frequent_switches() -> Iterator[None]:
+    """The interpreter switches threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
 
 
-def test_no_write_is_left_out_of_the_count(restless: None) -> None:
+def test_every_write_is_counted(frequent_switches: None) -> None:
     for number in range(ROUNDS):
         tier = MemoryTier()
         with make_store(tier) as store:
             assert save(store.session(SPACE), hashes(BLOCKS)).dropped == 0
-            spill_to_tiers(store)
+            flush_to_tiers(store)
             assert store.stats()["tiers"][tier.name]["writes"] == BLOCKS, f"round {number}"

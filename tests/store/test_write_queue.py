@@ -1,4 +1,4 @@
-"""The write queue: bounded in blocks and in seconds of a measured rate, and never shut for good."""
+"""The write queue: bounded in blocks and in seconds at a measured rate, never closed forever."""
 
 from __future__ import annotations
 
@@ -8,76 +8,76 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.blocks.key import Key
-from kvstore.cache.commands import Spill
+from kvstore.cache.commands import TierWrite
 from kvstore.store.write_queue import Flush, WriteQueue
 
 MIB = 1 << 20
 
 
-def spill(nbytes: int = MIB) -> Spill:
-    return Spill(Key("t", "n", b"h"), 0, nbytes, 0)
+def write(nbytes: int = MIB) -> TierWrite:
+    return TierWrite(Key("t", "n", b"h"), 0, nbytes, 0)
 
 
-def test_before_anything_is_measured_only_the_number_is_bounded() -> None:
-    queue = WriteQueue(blocks=3, seconds=1.0, workers=2)
-    assert [queue.offer(spill()) for _ in range(4)] == [True, True, True, False]
-    assert queue.room() == 0
+def test_before_the_first_write_only_the_number_is_bounded() -> None:
+    queue = WriteQueue(max_blocks=3, max_seconds=1.0, workers=2)
+    assert [queue.add(write()) for _ in range(4)] == [True, True, True, False]
+    assert queue.free_blocks() == 0
 
 
-def test_a_slow_tier_has_no_more_waiting_than_its_seconds() -> None:
-    queue = WriteQueue(blocks=100, seconds=2.0, workers=2)
-    queue.wrote(MIB, 0.5)  # 2 MiB a second each, 4 MiB a second together
+def test_the_queue_of_a_slow_tier_is_bounded_in_seconds() -> None:
+    queue = WriteQueue(max_blocks=100, max_seconds=2.0, workers=2)
+    queue.record_write(MIB, 0.5)  # 2 MiB/s per worker, 4 MiB/s in total
     assert queue.bytes_per_s == 4 * MIB
-    taken = sum(queue.offer(spill()) for _ in range(20))
-    assert taken == 8
-    assert queue.room() == 0
+    accepted = sum(queue.add(write()) for _ in range(20))
+    assert accepted == 8
+    assert queue.free_blocks() == 0
     queue.pop()
-    assert queue.room() == 1
+    assert queue.free_blocks() == 1
 
 
-def test_a_block_finds_place_in_an_empty_queue_however_slow_the_tier() -> None:
-    queue = WriteQueue(blocks=4, seconds=0.001, workers=1)
-    queue.wrote(MIB, 100.0)
-    assert queue.offer(spill())
-    assert not queue.offer(spill())
+def test_an_empty_queue_accepts_a_block_however_slow_the_tier() -> None:
+    queue = WriteQueue(max_blocks=4, max_seconds=0.001, workers=1)
+    queue.record_write(MIB, 100.0)
+    assert queue.add(write())
+    assert not queue.add(write())
     queue.pop()
-    queue.wrote(MIB, 0.0001)  # fast again
+    queue.record_write(MIB, 0.0001)  # fast again
     for _ in range(20):
-        queue.wrote(MIB, 0.0001)
-    assert [queue.offer(spill()) for _ in range(5)] == [True] * 4 + [False]
+        queue.record_write(MIB, 0.0001)
+    assert [queue.add(write()) for _ in range(5)] == [True] * 4 + [False]
 
 
-def test_no_seconds_is_no_such_bound() -> None:
-    queue = WriteQueue(blocks=10, seconds=0.0, workers=1)
-    queue.wrote(MIB, 1000.0)
-    assert sum(queue.offer(spill()) for _ in range(20)) == 10
+def test_zero_seconds_means_no_limit() -> None:
+    queue = WriteQueue(max_blocks=10, max_seconds=0.0, workers=1)
+    queue.record_write(MIB, 1000.0)
+    assert sum(queue.add(write()) for _ in range(20)) == 10
 
 
-def test_cancelled_spills_make_room() -> None:
-    queue = WriteQueue(blocks=2, seconds=0.0, workers=1)
-    first, second = spill(), spill()
-    assert queue.offer(first)
-    assert queue.offer(second)
+def test_cancelled_writes_make_room() -> None:
+    queue = WriteQueue(max_blocks=2, max_seconds=0.0, workers=1)
+    first, second = write(), write()
+    assert queue.add(first)
+    assert queue.add(second)
     first.cancelled = True
-    third = spill()
-    assert queue.offer(third)
+    third = write()
+    assert queue.add(third)
     assert [queue.pop(), queue.pop()] == [second, third]
 
 
-def test_a_flush_finds_place_always() -> None:
-    queue = WriteQueue(blocks=1, seconds=0.0, workers=1)
-    assert queue.offer(spill())
+def test_a_full_queue_accepts_a_flush() -> None:
+    queue = WriteQueue(max_blocks=1, max_seconds=0.0, workers=1)
+    assert queue.add(write())
     flush = Flush()
-    queue.flush(flush)
+    queue.add_flush(flush)
     assert queue.drain()[1:] == [flush]
     assert len(queue) == 0
-    assert queue.offer(spill())
+    assert queue.add(write())
 
 
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.just("offer"), st.integers(1, 5)),
+            st.tuples(st.just("add"), st.integers(1, 5)),
             st.tuples(st.just("pop"), st.just(0)),
             st.tuples(st.just("wrote"), st.integers(1, 20)),
         ),
@@ -85,13 +85,13 @@ def test_a_flush_finds_place_always() -> None:
     )
 )
 def test_in_order_and_within_its_bounds(steps: list[tuple[str, int]]) -> None:
-    queue = WriteQueue(blocks=6, seconds=1.0, workers=1)
-    model: deque[Spill] = deque()
-    for verb, number in steps:
-        if verb == "offer":
-            job = spill(number)
+    queue = WriteQueue(max_blocks=6, max_seconds=1.0, workers=1)
+    model: deque[TierWrite] = deque()
+    for step, number in steps:
+        if step == "add":
+            job = write(number)
             waiting = sum(each.nbytes for each in model)
-            if queue.offer(job):
+            if queue.add(job):
                 model.append(job)
                 assert len(model) <= 6
                 assert (
@@ -100,9 +100,9 @@ def test_in_order_and_within_its_bounds(steps: list[tuple[str, int]]) -> None:
                     or (waiting + number <= queue.bytes_per_s)
                 )
             else:
-                assert model, "refused by an empty queue"
-        elif verb == "pop" and model:
+                assert model, "an empty queue rejected a write"
+        elif step == "pop" and model:
             assert queue.pop() is model.popleft()
-        elif verb == "wrote":
-            queue.wrote(number, 1.0)
+        elif step == "wrote":
+            queue.record_write(number, 1.0)
         assert len(queue) == len(model)

@@ -1,66 +1,66 @@
-"""Tokens asked for and handed over: each run counts once, hits never exceed what was asked for."""
+"""Tokens looked up and hit: each prefix counts once, and hits never exceed lookups."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore.blocks.key import Namespace
 from kvstore.errors import ConfigError
-from kvstore.telemetry.histogram import OTHER, check_route
-from kvstore.telemetry.usage_counters import MAX_OPEN, Meters
+from kvstore.telemetry.traffic import OTHER, check_traffic_label
+from kvstore.telemetry.usage_counters import MAX_OPEN_LOOKUPS, UsageCounters
 
 SPACE = Namespace(model="m", layers=2, kv_heads=1, head_dim=64, dtype="float32", block_tokens=4)
 A, B, C, D = b"a", b"b", b"c", b"d"
 
 
-def only(meters: Meters) -> dict[str, Any]:
-    [user] = meters.snapshot()["users"]
-    return dict(user)
+def only_row(counters: UsageCounters) -> dict[str, Any]:
+    [row] = counters.snapshot()["users"]
+    return dict(row)
 
 
-def test_a_run_that_waits_in_a_queue_is_counted_once() -> None:
-    meters = Meters()
-    session = meters.session(SPACE, "t", "r")
+def test_a_prefix_of_a_queued_request_counts_once() -> None:
+    counters = UsageCounters()
+    session = counters.session(SPACE, "t", "r")
     for _ in range(5):
-        session.asked([A, B, C])
-    assert only(meters)["asked"] == 12
-    session.loading([A, B])  # the front of it
-    session.served(["l2", "disk"])
-    session.asked([A, B, C])  # the next request of that prompt
-    assert only(meters) == {
+        session.on_lookup([A, B, C])
+    assert only_row(counters)["lookup_tokens"] == 12
+    session.on_load_start([A, B])  # the front of it
+    session.on_hit(["l2", "disk"])
+    session.on_lookup([A, B, C])  # the next request of that prompt
+    assert only_row(counters) == {
         "tenant": "t",
-        "route": "r",
-        "asked": 24,
-        "saved": 0,
-        "hits": {"l2": 4, "disk": 4},
+        "traffic": "r",
+        "lookup_tokens": 24,
+        "saved_tokens": 0,
+        "hit_tokens": {"l2": 4, "disk": 4},
     }
-    assert meters.snapshot()["read_bytes"] == {"l2": SPACE.block_bytes, "disk": SPACE.block_bytes}
+    assert counters.snapshot()["hit_bytes"] == {"l2": SPACE.block_bytes, "disk": SPACE.block_bytes}
 
 
-def test_two_prompts_of_one_front_are_two() -> None:
-    meters = Meters()
-    session = meters.session(SPACE, "t", "r")
-    session.asked([A, B])
-    session.asked([A, C, D])
-    session.loading([A, C])
-    session.asked([A, B])  # still waiting
-    assert only(meters)["asked"] == 5 * 4
-    session.asked([A, C, D])
-    assert only(meters)["asked"] == 8 * 4
+def test_two_prompts_with_one_front_count_twice() -> None:
+    counters = UsageCounters()
+    session = counters.session(SPACE, "t", "r")
+    session.on_lookup([A, B])
+    session.on_lookup([A, C, D])
+    session.on_load_start([A, C])
+    session.on_lookup([A, B])  # still waiting
+    assert only_row(counters)["lookup_tokens"] == 5 * 4
+    session.on_lookup([A, C, D])
+    assert only_row(counters)["lookup_tokens"] == 8 * 4
 
 
-def test_a_load_that_nobody_asked_for_counts_as_asked() -> None:
-    meters = Meters()
-    session = meters.session(SPACE, "t", "r")
-    session.loading([A, B])
-    assert only(meters)["asked"] == 8
-    session.asked([])
-    session.loading([])
-    assert only(meters)["asked"] == 8
+def test_a_load_without_a_lookup_counts_as_a_lookup() -> None:
+    counters = UsageCounters()
+    session = counters.session(SPACE, "t", "r")
+    session.on_load_start([A, B])
+    assert only_row(counters)["lookup_tokens"] == 8
+    session.on_lookup([])
+    session.on_load_start([])
+    assert only_row(counters)["lookup_tokens"] == 8
 
 
 @given(
@@ -68,56 +68,59 @@ def test_a_load_that_nobody_asked_for_counts_as_asked() -> None:
         st.tuples(st.booleans(), st.lists(st.sampled_from([A, B, C, D]), max_size=5)), max_size=40
     )
 )
-def test_hits_never_exceed_what_was_asked_for(steps: list[tuple[bool, list[bytes]]]) -> None:
-    meters = Meters()
-    session = meters.session(SPACE, "t", "r")
-    for load, run in steps:
+@example([(False, [A]), (True, [A, A])])
+def test_hits_never_exceed_lookups(steps: list[tuple[bool, list[bytes]]]) -> None:
+    counters = UsageCounters()
+    session = counters.session(SPACE, "t", "r")
+    for load, prefix in steps:
         if load:
-            session.loading(run)
-            if run:
-                session.served(["l2"] * len(run))
+            session.on_load_start(prefix)
+            if prefix:
+                session.on_hit(["l2"] * len(prefix))
         else:
-            session.asked(run)
-        user = only(meters)
-        assert sum(user["hits"].values()) <= user["asked"]
+            session.on_lookup(prefix)
+        row = only_row(counters)
+        assert sum(row["hit_tokens"].values()) <= row["lookup_tokens"]
 
 
-def test_what_a_session_remembers_is_bounded() -> None:
-    meters = Meters()
-    session = meters.session(SPACE, "t", "r")
-    for number in range(3 * MAX_OPEN):
-        session.asked([b"one", b"%d" % number])
-        session.asked([b"first %d" % number])
-    assert sum(len(runs) for runs in session._open.values()) <= 2 * MAX_OPEN
+def test_open_lookups_of_a_session_are_bounded() -> None:
+    counters = UsageCounters()
+    session = counters.session(SPACE, "t", "r")
+    for number in range(3 * MAX_OPEN_LOOKUPS):
+        session.on_lookup([b"one", b"%d" % number])
+        session.on_lookup([b"first %d" % number])
+    assert sum(len(prefixes) for prefixes in session._open.values()) <= 2 * MAX_OPEN_LOOKUPS
 
 
 def test_labels_are_bounded() -> None:
-    meters = Meters(max_users=3)
+    counters = UsageCounters(max_rows=3)
     for number in range(10):
-        meters.session(SPACE, f"t{number}", "r").asked([A])
-    users = [(user["tenant"], user["route"]) for user in meters.snapshot()["users"]]
-    apart = [(f"t{number}", "r") for number in range(3)]
-    assert users == [*apart, *((f"t{number}", OTHER) for number in (3, 4, 5)), (OTHER, OTHER)]
-    assert meters.snapshot()["users"][-1]["asked"] == 4 * 4
+        counters.session(SPACE, f"t{number}", "r").on_lookup([A])
+    rows = [(row["tenant"], row["traffic"]) for row in counters.snapshot()["users"]]
+    own_rows = [(f"t{number}", "r") for number in range(3)]
+    assert rows == [*own_rows, *((f"t{number}", OTHER) for number in (3, 4, 5)), (OTHER, OTHER)]
+    assert counters.snapshot()["users"][-1]["lookup_tokens"] == 4 * 4
 
 
-def test_a_tenant_of_many_routes_takes_no_other_tenants_numbers() -> None:
-    meters = Meters(max_users=4)
+def test_a_tenant_with_many_labels_does_not_take_another_tenants_row() -> None:
+    counters = UsageCounters(max_rows=4)
     for number in range(50):
-        meters.session(SPACE, "loud", f"r{number}").asked([A])
-    meters.session(SPACE, "quiet", "chat").asked([A, B])
-    asked = {(u["tenant"], u["route"]): u["asked"] for u in meters.snapshot()["users"]}
-    assert len(asked) == 6
-    assert asked["loud", OTHER] == 46 * 4
-    assert asked["quiet", OTHER] == 8
+        counters.session(SPACE, "loud", f"r{number}").on_lookup([A])
+    counters.session(SPACE, "quiet", "chat").on_lookup([A, B])
+    lookup_tokens = {
+        (u["tenant"], u["traffic"]): u["lookup_tokens"] for u in counters.snapshot()["users"]
+    }
+    assert len(lookup_tokens) == 6
+    assert lookup_tokens["loud", OTHER] == 46 * 4
+    assert lookup_tokens["quiet", OTHER] == 8
 
 
-@pytest.mark.parametrize("route", ["", "chat", "team/rag:v2.1", "a" * 64])
-def test_routes(route: str) -> None:
-    assert check_route(route) == route
+@pytest.mark.parametrize("label", ["", "chat", "team/rag:v2.1", "a" * 64])
+def test_valid_traffic_labels(label: str) -> None:
+    assert check_traffic_label(label) == label
 
 
-@pytest.mark.parametrize("route", ["a b", "a" * 65, 'x"', "ü", None, 7, "a\n"])
-def test_what_is_no_route(route: Any) -> None:
-    with pytest.raises(ConfigError, match="route"):
-        check_route(route)
+@pytest.mark.parametrize("label", ["a b", "a" * 65, 'x"', "ü", None, 7, "a\n"])
+def test_invalid_traffic_labels(label: Any) -> None:
+    with pytest.raises(ConfigError, match="traffic label"):
+        check_traffic_label(label)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvstore.blocks.frame import padded
+from kvstore.blocks.frame import padded_bytes
 from kvstore.blocks.key import Key
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import disk
@@ -33,14 +33,14 @@ def bytes_of(number: int) -> int:
     return 1 + random.Random(number).randrange(MAX_BYTES)
 
 
-def open_tier(directories: Sequence[Path], capacity: int, *, direct: bool = True) -> Tier:
+def open_tier(directories: Sequence[Path], capacity: int, *, direct_io: bool = True) -> Tier:
     places = tuple(map(str, directories))
-    return disk.open(disk.Config(directory=places, capacity=capacity, direct=direct))
+    return disk.open(disk.Config(directory=places, capacity=capacity, direct_io=direct_io))
 
 
 def taken_bytes(number: int) -> int:
     """Bytes of a block's frame."""
-    return 4096 + padded(bytes_of(number))
+    return 4096 + padded_bytes(bytes_of(number))
 
 
 def write_forever(tier: Tier, first: int, said: int) -> None:
@@ -89,7 +89,7 @@ class CrashRun:
     def loop(self) -> None:
         """Write until killed at a random moment, open again, and check everything."""
         first = 1 + max((n % KEYS_A_THREAD for n in self.journal), default=0)
-        direct = self._rng.random() < 0.5
+        direct_io = self._rng.random() < 0.5
         self._rng.shuffle(self.directories)
         reader, writer = os.pipe()
         # A fork, so that a loop does not cost the import of everything. No other thread runs.
@@ -98,7 +98,7 @@ class CrashRun:
             try:
                 os.close(reader)
                 # A kill cuts a buffered write in two more easily than a direct one.
-                tier = open_tier(self.directories, self.capacity, direct=direct)
+                tier = open_tier(self.directories, self.capacity, direct_io=direct_io)
                 write_forever(tier, first, writer)
             finally:
                 os._exit(1)

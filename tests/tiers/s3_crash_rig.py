@@ -97,7 +97,7 @@ class CrashRun:
         tier = s3.open(s3.Config(**self.config))
         try:
             stats = tier.stats()
-            assert stats["bad_segments"] == 0, "a torn segment"
+            assert stats["corrupt_segments"] == 0, "a torn segment"
             self.segments, self.blocks = int(stats["segments"]), int(stats["blocks"])
             for key, _ in tier.usage():
                 length = tier.read(key, self._buffer.header, self._buffer.payload)

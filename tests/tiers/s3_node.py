@@ -96,14 +96,14 @@ class Verbs:
         self._tier.delete([key_of(number) for number in numbers])
 
     def refresh(self) -> None:
-        self._tier.refresh()
+        self._tier.reconcile()
 
     def churn(self, numbers: list[int], nbytes: int, rounds: int) -> int:
         """Write, read and collect over and over; how many reads hit."""
         hits = 0
         for _ in range(rounds):
             self.write(numbers, nbytes)
-            self._tier.refresh()
+            self._tier.reconcile()
             hits += len(self.read(numbers))
         return hits
 

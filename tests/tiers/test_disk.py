@@ -30,10 +30,10 @@ from kvstore.tiers.disk.files import Files
 
 class DiskSuite(TierSuite):
     persistent = True
-    direct = True
+    direct_io = True
 
     def open_tier(self, tmp_path: Path, capacity_bytes: int) -> Tier:
-        return open_disk(tmp_path / "disk", capacity=capacity_bytes, direct=self.direct)
+        return open_disk(tmp_path / "disk", capacity=capacity_bytes, direct_io=self.direct_io)
 
     def stored_bytes(self, tmp_path: Path) -> bytes:
         return b"".join(path.read_bytes() for path in segment_files(tmp_path / "disk"))
@@ -51,12 +51,12 @@ class TestDisk(DiskSuite):
 
 
 class TestDiskBuffered(DiskSuite):
-    direct = False
+    direct_io = False
 
 
 class TestDiskDurable(DiskSuite):
     def open_tier(self, tmp_path: Path, capacity_bytes: int) -> Tier:
-        return open_disk(tmp_path / "disk", capacity=capacity_bytes, durable=True)
+        return open_disk(tmp_path / "disk", capacity=capacity_bytes, sync_writes=True)
 
 
 @pytest.fixture

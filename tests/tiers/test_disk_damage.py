@@ -172,18 +172,18 @@ def test_verify_counts_good_and_bad_frames(directory: Path, buffer: FrameBuffer)
     tier.close()
     told: list[tuple[int, int]] = []
     report = verify([str(directory)], lambda done, total: told.append((done, total)))
-    assert (report.frames, report.bad_count, report.ok) == (98, 0, True)
+    assert (report.frames, report.corrupt_count, report.ok) == (98, 0, True)
     assert told[-1][0] == told[-1][1] == sum(p.stat().st_size for p in segment_files(directory))
     segment = segment_files(directory)[1]
     flip(segment, segment.read_bytes().index(block_of(keys[50], 20_000)) + 777)
     report = verify([str(directory)])
-    assert (report.bad_count, report.ok) == (1, False)
-    assert report.bad[0].segment == str(segment)
-    assert keys[50].hash.hex() in report.bad[0].block
-    assert "checksum" in report.bad[0].reason
+    assert (report.corrupt_count, report.ok) == (1, False)
+    assert report.corrupt[0].segment == str(segment)
+    assert keys[50].hash.hex() in report.corrupt[0].block
+    assert "checksum" in report.corrupt[0].reason
     flip(segment_files(directory)[0], 20)
-    assert verify([str(directory)]).segments_bad == 0, "the last page says it too"
+    assert verify([str(directory)]).segments_corrupt == 0, "the last page says it too"
     flip(segment_files(directory)[0], MIB - 100)
     report = verify([str(directory)])
-    assert report.segments_bad == 1
+    assert report.segments_corrupt == 1
     assert not report.ok

@@ -28,7 +28,7 @@ from kvstore.errors import ConfigError, TierError, TierFull, TierUnavailable
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import disk
 from kvstore.tiers.disk.files import Files
-from kvstore.tiers.disk.state import Limits
+from kvstore.tiers.disk.state import DiskLimits
 from kvstore.tiers.disk.verify import verify
 
 
@@ -176,10 +176,10 @@ def test_a_write_is_seen_only_after_it_has_ended(directory: Path, buffer: FrameB
 
 def test_durable_writes_wait_for_the_disk(directory: Path, buffer: FrameBuffer) -> None:
     files = FaultyFiles()
-    tier = open_disk(directory, files, durable=True)
+    tier = open_disk(directory, files, sync_writes=True)
     put(tier, buffer, range(1))
     files.failing = {"sync": errno.EIO}
-    with pytest.raises(TierUnavailable, match="could not sync"):
+    with pytest.raises(TierUnavailable, match="sync failed"):
         put(tier, buffer, range(1, 2))
     assert tier.contains([key_of(1)]) == [False], "a second write would be acknowledged at once"
     files.failing = {}
@@ -202,7 +202,7 @@ def test_a_durable_write_waits_for_the_name_of_its_file(
             super().sync_directory(path)
             synced.update(file.name for file in segment_files(directory))
 
-    tier = open_disk(directory, Telling(), durable=True, capacity=4 * MIB)
+    tier = open_disk(directory, Telling(), sync_writes=True, capacity=4 * MIB)
     for number in range(250):
         put(tier, buffer, range(number, number + 1))
         assert {file.name for file in segment_files(directory)} <= synced
@@ -214,7 +214,7 @@ def test_a_disk_that_never_syncs_does_not_cost_what_it_holds(
     directory: Path, buffer: FrameBuffer
 ) -> None:
     files = FaultyFiles()
-    tier = open_disk(directory, files, durable=True, segment=MIB)
+    tier = open_disk(directory, files, sync_writes=True, segment=MIB)
     put(tier, buffer, range(400))
     before = int(tier.stats()["blocks"])
     files.failing = {"sync": errno.EIO}
@@ -234,12 +234,12 @@ def test_flush_says_when_the_disk_could_not(directory: Path, buffer: FrameBuffer
     put(tier, buffer, range(1))
     files.failing = {"sync": errno.EIO}
     put(tier, buffer, range(1, 2))
-    with pytest.raises(TierUnavailable, match="could not sync"):
+    with pytest.raises(TierUnavailable, match="sync failed"):
         tier.flush()
     files.failing = {}
     keys = put(tier, buffer, range(3))
     # The kernel has dropped what it could not write; a sync that goes well now says nothing of it.
-    with pytest.raises(TierUnavailable, match="could not sync"):
+    with pytest.raises(TierUnavailable, match="sync failed"):
         tier.flush()
     assert held(tier, buffer, keys) == keys
     tier.close()
@@ -257,7 +257,7 @@ def test_flush_is_right_again_when_the_segment_that_failed_is_gone(
     tier = open_disk(directory, files)
     files.failing = {"sync": errno.EIO}
     put(tier, buffer, range(1))
-    with pytest.raises(TierUnavailable, match="could not sync"):
+    with pytest.raises(TierUnavailable, match="sync failed"):
         tier.flush()
     files.failing = {}
     tier.clear()
@@ -288,7 +288,7 @@ def test_a_failed_sync_at_sealing_is_told_by_flush(directory: Path, buffer: Fram
         put(tier, buffer, range(int(tier.stats()["blocks"]), int(tier.stats()["blocks"]) + 1))
     assert files.failed.wait(30)
     files.failing = {}
-    with pytest.raises(TierUnavailable, match="could not sync"):
+    with pytest.raises(TierUnavailable, match="sync failed"):
         tier.flush()
     tier.close()
 
@@ -349,7 +349,7 @@ def test_a_hung_write_keeps_the_directory_from_others(directory: Path, buffer: F
             super().write_at(fd, views, offset)
 
     files = Hung()
-    limits = Limits(8 * MIB, MIB)
+    limits = DiskLimits(8 * MIB, MIB)
     tier = disk.DiskTier([str(directory)], limits, files=files, close_wait_s=0.05)
     writer = threading.Thread(target=tier.write, args=buffer.fill(key_of(1), 20_000))
     writer.start()
@@ -384,7 +384,7 @@ def test_without_direct_io_the_tier_goes_on_buffered(
         fd = files.open(str(path))
         assert files.read_at(fd, [odd], 0) == 2 * PAGE
         files.close(fd)
-    assert tier.stats()["direct"] == 0
+    assert tier.stats()["direct_io"] == 0
     assert len(held(tier, buffer, keys)) == 3
     put(tier, buffer, range(3, 200))
     tier.close()
@@ -417,7 +417,7 @@ def test_a_buffer_that_is_not_aligned_is_our_own_mistake(
     directory: Path, buffer: FrameBuffer
 ) -> None:
     tier = open_disk(directory)
-    if not tier.stats()["direct"]:
+    if not tier.stats()["direct_io"]:
         pytest.skip("buffered I/O takes any address")
     key, header, payload = buffer.fill(key_of(1), 5000)
     odd = aligned_buffer(4 * PAGE)[512 : 512 + 2 * PAGE]

@@ -41,7 +41,7 @@ def small(tmp_path: Path) -> Iterator[MountSmall]:
 def serve(folder: Path, capacity: str) -> subprocess.CompletedProcess[str]:
     """`kvstore serve` over a disk tier in `folder`, which it must refuse."""
     flags = ["--socket", str(folder.parent / "s.sock"), "--port", "0", "--l2", "4MiB"]
-    disk = ["--slot", "64KiB", "--disk", str(folder / "d"), "--disk-capacity", capacity]
+    disk = ["--slot-bytes", "64KiB", "--disk", str(folder / "d"), "--disk-capacity", capacity]
     return subprocess.run(
         [sys.executable, "-m", "kvstore", "serve", *flags, *disk],
         capture_output=True,

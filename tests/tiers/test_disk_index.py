@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvstore.blocks.key import Key
 from kvstore.testing.frames import key_of
-from kvstore.tiers.disk.index import Entries, Index, pack_place, unpack_place
+from kvstore.tiers.disk.index import Entries, Index, pack_location, unpack_location
 
 
 @given(
@@ -31,7 +31,7 @@ def test_packed_entries_come_back(rows: list[tuple[str, str, bytes]], slot: int)
         entries.add(Key(*row), 1 + number * 9, 9)
     back = Entries.unpack(entries.pack())
     assert list(back) == list(entries)
-    assert [unpack_place(place) for place in back.places(slot)] == [
+    assert [unpack_location(place) for place in back.locations(slot)] == [
         (slot, page, pages) for _, page, pages in entries
     ]
 
@@ -45,11 +45,11 @@ def test_noise_is_no_index(noise: bytes) -> None:
 
 def test_the_index_forgets_only_what_still_lies_there() -> None:
     index = Index()
-    index.put(key_of(1), pack_place(0, 1, 2))
-    index.put(key_of(1), pack_place(1, 5, 2))
-    assert not index.remove(key_of(1), pack_place(0, 1, 2))
+    index.put(key_of(1), pack_location(0, 1, 2))
+    index.put(key_of(1), pack_location(1, 5, 2))
+    assert not index.remove(key_of(1), pack_location(0, 1, 2))
     assert len(index) == 1
-    assert index.remove(key_of(1), pack_place(1, 5, 2))
+    assert index.remove(key_of(1), pack_location(1, 5, 2))
     assert len(index) == 0
     assert key_of(1) not in index
 
@@ -58,7 +58,7 @@ def test_a_run_and_mixed_keys_are_looked_up_alike() -> None:
     index = Index()
     keys = [key_of(number, tenant=tenant) for number in range(5) for tenant in ("a", "b")]
     for key in keys[:7]:
-        index.put(key, pack_place(0, 1, 2))
+        index.put(key, pack_location(0, 1, 2))
     for asked in ([], keys, keys[::2], keys[1::2], [key_of(0, tenant="c")], keys[6:8]):
-        assert index.held(asked) == [key in index for key in asked]
-    assert index.held(keys) == [True] * 7 + [False] * 3
+        assert index.contains_each(asked) == [key in index for key in asked]
+    assert index.contains_each(keys) == [True] * 7 + [False] * 3

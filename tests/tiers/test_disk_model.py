@@ -51,7 +51,7 @@ class StripedTier(RuleBasedStateMachine):
         self.broken: Path | None = None
         self.used |= set(places)
         self.files = NoSync()
-        self.files.direct = False
+        self.files.direct_io = False
         config = disk.Config(
             directory=tuple(map(str, places)), capacity=len(places) * 8 * MIB, segment=MIB
         )

@@ -12,7 +12,7 @@ from kvstore.blocks.key import Key
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk.files import Files
-from kvstore.tiers.disk.state import Limits
+from kvstore.tiers.disk.state import DiskLimits
 
 SEGMENT = 4 * MIB
 EVERY = MIB
@@ -33,7 +33,7 @@ class Counting(Files):
 
 def open_saving(directory: Path, files: Files | None = None) -> DiskTier:
     """A tier that writes a checkpoint at each sync after a MiB of frames."""
-    limits = Limits(4 * SEGMENT, SEGMENT, checkpoint_bytes=EVERY)
+    limits = DiskLimits(4 * SEGMENT, SEGMENT, checkpoint_bytes=EVERY)
     return DiskTier([str(directory)], limits, files=files)
 
 

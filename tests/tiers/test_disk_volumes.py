@@ -23,9 +23,9 @@ from kvstore.testing.tier_suite import TierSuite
 from kvstore.tiers import disk
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.files import Files
-from kvstore.tiers.disk.state import Limits, Shared
+from kvstore.tiers.disk.state import DiskLimits, DiskState
 from kvstore.tiers.disk.verify import verify
-from kvstore.tiers.disk.volumes import DOWN_S, FAULTS_IN_A_ROW, MAX_DIRECTORIES, Stripes
+from kvstore.tiers.disk.volumes import DOWN_S, MAX_CONSECUTIVE_FAILURES, MAX_DIRECTORIES, Volumes
 
 
 def open_stripes(directories: Sequence[Path], files: Files | None = None, **changed: Any) -> Tier:
@@ -77,7 +77,7 @@ def test_blocks_are_spread_evenly(places: list[Path], buffer: FrameBuffer) -> No
     assert (tier.workers_read, tier.workers_write) == (12, 6)
     tier.close()
     assert [blocks_in(place) for place in places] == [30, 30, 30]
-    tier = open_stripes(places[:1], durable=True)
+    tier = open_stripes(places[:1], sync_writes=True)
     assert tier.workers_write == 8, "they share an fdatasync"
     tier.close()
 
@@ -110,7 +110,7 @@ def test_sizes_and_lists_that_cannot_be_are_refused(tmp_path: Path) -> None:
         table = {"kind": "disk", "directory": bad, "capacity": "1GiB"}
         with pytest.raises(ConfigError, match=r"tiers\.0\.directory"):
             open_tier(TierSettings.model_validate(table), "tiers.0")
-    with pytest.raises(ConfigError, match="at least 1 MiB for each"):
+    with pytest.raises(ConfigError, match="each needs at least 1 MiB"):
         open_stripes([one, tmp_path / "two"], capacity=2 * MIB - 1)
     assert not one.exists()
     for directories in (1, 3, 16):
@@ -276,7 +276,7 @@ def test_a_disk_that_fails_takes_only_its_own_blocks_away(
     assert held(tier, buffer, keys) == keys, "written again, to disks that work"
     more = put(tier, buffer, range(100, 130))
     assert held(tier, buffer, more) == more
-    with pytest.raises(TierUnavailable, match="could not sync"):
+    with pytest.raises(TierUnavailable, match="sync failed"):
         tier.flush()
     tier.close()
     files.failing = {}
@@ -304,7 +304,7 @@ def test_a_disk_that_cannot_be_opened_takes_only_its_own_blocks_away(
     for place in places[1:]:
         shutil.rmtree(place)
     files.failing = {"open": errno.EIO}
-    with pytest.raises(ConfigError, match="held blocks"):
+    with pytest.raises(ConfigError, match="contained blocks"):
         open_stripes(places, files)
     files.failing = {}
     open_disk(places[0]).close()
@@ -312,32 +312,32 @@ def test_a_disk_that_cannot_be_opened_takes_only_its_own_blocks_away(
 
 def test_a_disk_that_fails_is_tried_again_later(places: list[Path]) -> None:
     now_s = [100.0]
-    shared = Shared()
+    shared = DiskState()
     directories = [str(place) for place in places]
-    limits = Limits(4 * MIB, MIB)
-    stripes = Stripes(directories, Files(), shared, limits, name="disk", clock=lambda: now_s[0])
-    bad, good = stripes.tables[1], stripes.tables[0]
+    limits = DiskLimits(4 * MIB, MIB)
+    stripes = Volumes(directories, Files(), shared, limits, name="disk", clock=lambda: now_s[0])
+    bad, good = stripes.volumes[1], stripes.volumes[0]
     error = OSError(errno.EIO, "broken")
-    for _ in range(FAULTS_IN_A_ROW):
+    for _ in range(MAX_CONSECUTIVE_FAILURES):
         assert stripes.is_up(bad)
-        stripes.failed(bad, error)
+        stripes.record_failure(bad, error)
     assert not stripes.is_up(bad)
     assert stripes.is_up(good)
-    assert all(stripes.ways()[-1] is bad for _ in range(5))
+    assert all(stripes.write_candidates()[-1] is bad for _ in range(5))
     now_s[0] += DOWN_S
     assert stripes.is_up(bad)
-    stripes.failed(bad, error)
+    stripes.record_failure(bad, error)
     now_s[0] += DOWN_S
     assert not stripes.is_up(bad), "twice as long after a trial that failed"
     now_s[0] += DOWN_S
     assert stripes.is_up(bad)
-    stripes.answered(bad)
+    stripes.record_success(bad)
     assert stripes.all_up()
-    stripes.failed(bad, error)
+    stripes.record_failure(bad, error)
     assert stripes.is_up(bad), "all is forgiven"
     for _ in range(100):
         now_s[0] += 1e6
-        stripes.failed(bad, error)
+        stripes.record_failure(bad, error)
     now_s[0] += 100
     assert stripes.is_up(bad), "never left alone for long"
     assert stripes.stop()
@@ -350,7 +350,7 @@ def test_one_directory_alone_tells_its_faults(places: list[Path], buffer: FrameB
     tier = open_stripes(places[:1], files)
     keys = put(tier, buffer, range(1))
     files.failing = {"read": errno.EIO}
-    for _ in range(3 * FAULTS_IN_A_ROW):
+    for _ in range(3 * MAX_CONSECUTIVE_FAILURES):
         with pytest.raises(TierUnavailable):
             tier.read(keys[0], buffer.header, buffer.payload)
         assert tier.contains(keys) == [True]
@@ -394,7 +394,7 @@ def test_a_full_disk_takes_less_and_the_others_the_rest(
         assert held(tier, buffer, keys) == keys
     assert 1 <= len(segment_files(small / "d")) <= 3
     assert file_bytes(tmp_path / "b") > 7 * MIB
-    assert tier.stats()["faults"] == 0
+    assert tier.stats()["errors"] == 0
     tier.close()
     tier = open_stripes([small / "d", tmp_path / "b"], capacity=16 * MIB, segment=MIB // 2)
     assert held(tier, buffer, keys) == keys

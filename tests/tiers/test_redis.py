@@ -18,9 +18,9 @@ from kvstore.errors import TierError
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.tier_suite import KIB, TierSuite
 from kvstore.tiers import redis as redis_tier
-from kvstore.tiers.base import PAGE_BYTES, Tier
+from kvstore.tiers.base import IO_ALIGNMENT, Tier
 from kvstore.tiers.redis.info import parse_info
-from kvstore.tiers.redis.keys import decode_name, encode_name, pattern
+from kvstore.tiers.redis.keys import decode_name, encode_name, scan_pattern
 from kvstore.tiers.redis.tier import RedisTier
 
 
@@ -50,7 +50,7 @@ class RedisSuite(TierSuite):
         return {"url": f"redis://{self.server.address}"}
 
     def open_tier(self, tmp_path: Path, capacity_bytes: int) -> Tier:
-        return redis_tier.open(redis_tier.Config(**self.options(), timeout_ms=20_000))
+        return redis_tier.open(redis_tier.Config(**self.options(), timeout=20_000))
 
     def settled_stats(self, tier: Tier) -> dict[str, int | float | str]:
         """Statistics that tell of what was written: a busy server's first answer may be late."""
@@ -123,7 +123,7 @@ def open_(server: Server) -> Iterator[Callable[..., RedisTier]]:
     with contextlib.ExitStack() as closing:
 
         def open_tier(**options: Any) -> RedisTier:
-            options = {"url": f"valkey://{server.address}", "timeout_ms": 20_000, **options}
+            options = {"url": f"valkey://{server.address}", "timeout": 20_000, **options}
             tier = redis_tier.open(redis_tier.Config(**options))
             closing.callback(tier.close)
             return tier
@@ -170,7 +170,7 @@ def test_a_name_is_what_operators_see(open_: Any, client: Any, buffer: FrameBuff
     key = key_of(1, tenant="team:{a}")
     open_().write(*buffer.fill(key, 100))
     assert client.keys() == [f"kvstore:team%3A%7Ba%7D:{'ab' * 16}:{key.hash.hex()}".encode()]
-    assert pattern("kvstore") == b"kvstore:*"
+    assert scan_pattern("kvstore") == b"kvstore:*"
 
 
 # ---------------------------------------------------------------------- expiry
@@ -209,8 +209,8 @@ FOREIGN: dict[str, Callable[[Any, str], object]] = {
     "a list": lambda client, name: client.rpush(name, b"x"),
     "an empty string": lambda client, name: client.set(name, b""),
     "a short string": lambda client, name: client.set(name, b"hello"),
-    "one page": lambda client, name: client.set(name, bytes(PAGE_BYTES)),
-    "no whole pages": lambda client, name: client.set(name, bytes(3 * PAGE_BYTES + 1)),
+    "one page": lambda client, name: client.set(name, bytes(IO_ALIGNMENT)),
+    "no whole pages": lambda client, name: client.set(name, bytes(3 * IO_ALIGNMENT + 1)),
     "a long one": lambda client, name: client.set(name, bytes((4 << 20) + 1)),
 }
 
@@ -227,7 +227,7 @@ def test_somebody_elses_value_is_a_miss_and_is_replaced(
     tier.write(*buffer.fill(key, 5000))
     assert buffer.version_of(key, tier.read(key, buffer.header, buffer.payload)) == 0
     assert tier.stats()["foreign"] == 2
-    assert list(tier.usage()) == [(key, 3 * PAGE_BYTES)]
+    assert list(tier.usage()) == [(key, 3 * IO_ALIGNMENT)]
 
 
 def test_a_whole_frame_too_large_for_the_buffer_stays(open_: Any, buffer: FrameBuffer) -> None:
@@ -250,9 +250,9 @@ def test_clear_and_usage_know_only_what_is_under_the_prefix(
             each.write(*buffer.fill(key_of(number), 5000))
     strangers = ["kvstore", "kvstore:x", "kvstore:a:b:zz", f"kvstore:a:b:{'AB' * 32}", "x"]
     for name in strangers:
-        client.set(name, bytes(3 * PAGE_BYTES))
+        client.set(name, bytes(3 * IO_ALIGNMENT))
     client.rpush(name_of(key_of(9)), "a list")
-    assert sorted(tier.usage()) == sorted((key_of(n), 3 * PAGE_BYTES) for n in range(3))
+    assert sorted(tier.usage()) == sorted((key_of(n), 3 * IO_ALIGNMENT) for n in range(3))
     tier.clear()
     assert list(tier.keys()) == []
     for each in (other, nested):
@@ -312,8 +312,8 @@ def test_statistics_are_the_servers_and_ours(open_: Any, buffer: FrameBuffer) ->
     tier.read(key_of(2), buffer.header, buffer.payload)
     wait_until(lambda: tier.stats()["servers"], "an answer to INFO")
     stats = tier.stats()
-    assert (stats["reads"], stats["writes"], stats["blocks"], stats["faults"]) == (1, 1, 1, 0)
-    assert stats["read_bytes"] == stats["write_bytes"] == 3 * PAGE_BYTES
+    assert (stats["reads"], stats["writes"], stats["blocks"], stats["errors"]) == (1, 1, 1, 0)
+    assert stats["read_bytes"] == stats["write_bytes"] == 3 * IO_ALIGNMENT
     assert stats["bytes_capacity"] == 256 << 20
     assert 0 < stats["bytes_used"] < 256 << 20
 
@@ -357,7 +357,7 @@ def test_what_evicts_is_seen(tmp_path: Path) -> None:
 
 def test_calls_in_flight_are_bounded(open_: Any, server: Server) -> None:
     """Beyond that a call is refused after its timeout: it does not wait for ever."""
-    tier = open_(connections=1, timeout_ms=300)
+    tier = open_(connections=1, timeout=300)
     with contextlib.ExitStack() as held:
         for _ in range(10):
             held.enter_context(tier._calls.exchange(tier._servers.pools()[0]))

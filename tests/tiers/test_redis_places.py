@@ -26,7 +26,7 @@ from redis_rig import (
 )
 
 from kvstore.blocks.key import Key
-from kvstore.config.settings import validated
+from kvstore.config.settings import validate
 from kvstore.errors import ConfigError, TierError, TierUnavailable
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.processes import PACKAGE_PARENT
@@ -49,7 +49,7 @@ def open_() -> Iterator[Callable[..., RedisTier]]:
     with contextlib.ExitStack() as closing:
 
         def open_tier(**options: Any) -> RedisTier:
-            tier = redis_tier.open(redis_tier.Config(**{"timeout_ms": 20_000, **options}))
+            tier = redis_tier.open(redis_tier.Config(**{"timeout": 20_000, **options}))
             closing.callback(tier.close)
             return tier
 
@@ -92,7 +92,9 @@ def test_a_failover_is_followed(open_: Any, tmp_path: Path, buffer: FrameBuffer)
         watch = stopping.enter_context(contextlib.closing(sentinel.client()))
         wait_until(lambda: len(watch.sentinel_slaves("blocks")) == 1, "the sentinel's knowledge")
         tier = open_(
-            sentinels=(f"{HOST}:{free_port()}", sentinel.address), service="blocks", timeout_ms=500
+            sentinels=(f"{HOST}:{free_port()}", sentinel.address),
+            sentinel_master="blocks",
+            timeout=500,
         )
         tier.write(*buffer.fill(key_of(1), 5000))
         wait_until(lambda: second.dbsize() == 1, "replication")
@@ -123,7 +125,7 @@ def test_a_master_demoted_by_hand_is_left(open_: Any, tmp_path: Path, buffer: Fr
     with contextlib.ExitStack() as stopping:
         for each in (master, other, sentinel):
             stopping.callback(each.stop)
-        tier = open_(sentinels=(sentinel.address,), service="blocks")
+        tier = open_(sentinels=(sentinel.address,), sentinel_master="blocks")
         tier.write(*buffer.fill(key_of(1), 5000))
         watch = stopping.enter_context(contextlib.closing(sentinel.client()))
         watch.sentinel_remove("blocks")
@@ -136,8 +138,8 @@ def test_a_master_demoted_by_hand_is_left(open_: Any, tmp_path: Path, buffer: Fr
 
 
 def test_sentinels_that_are_away_are_unavailable(open_: Any) -> None:
-    tier = open_(sentinels=(f"{HOST}:{free_port()}",), service="blocks")
-    with pytest.raises(TierUnavailable, match="redis service 'blocks' of the sentinels"):
+    tier = open_(sentinels=(f"{HOST}:{free_port()}",), sentinel_master="blocks")
+    with pytest.raises(TierUnavailable, match="redis master 'blocks' of the sentinels"):
         tier.contains([key_of(1)])
 
 
@@ -258,7 +260,7 @@ def test_a_node_that_dies_and_returns(open_: Any, tmp_path: Path, buffer: FrameB
         for node in cluster.nodes:
             with contextlib.closing(node.client()) as client:
                 client.config_set("cluster-require-full-coverage", "no")
-        tier = open_(cluster=cluster.addresses, timeout_ms=1000)
+        tier = open_(cluster=cluster.addresses, timeout=1000)
         keys = [key_of(number) for number in range(30)]
         for key in keys:
             tier.write(*buffer.fill(key, 5000))
@@ -271,7 +273,7 @@ def test_a_node_that_dies_and_returns(open_: Any, tmp_path: Path, buffer: FrameB
             tier.read(lost[0], buffer.header, buffer.payload)
         kept = next(key for key in keys if key not in lost)
         wait_until(lambda: works(lambda: good(tier, buffer, kept)), "the rest of the cluster")
-        assert float(tier.stats()["faults"]) >= 2
+        assert float(tier.stats()["errors"]) >= 2
         dead.start()
         wait_until(cluster.is_up, "the node's return")
         wait_until(lambda: works(lambda: tier.write(*buffer.fill(lost[0], 5000))), "the node's use")
@@ -288,7 +290,7 @@ def test_a_node_that_hangs_costs_only_its_own_blocks(
         for node in cluster.nodes:
             with contextlib.closing(node.client()) as client:
                 client.config_set("cluster-require-full-coverage", "no")
-        tier = open_(cluster=cluster.addresses, timeout_ms=2000)
+        tier = open_(cluster=cluster.addresses, timeout=2000)
         keys = [key_of(number) for number in range(30)]
         for key in keys:
             tier.write(*buffer.fill(key, 5000))
@@ -317,7 +319,7 @@ def test_a_cluster_that_is_down_is_unavailable_until_it_is_up(
         stopping.callback(cluster.stop)
         for node in cluster.nodes:
             node.kill()
-        tier = open_(cluster=cluster.addresses, timeout_ms=1000)
+        tier = open_(cluster=cluster.addresses, timeout=1000)
         with pytest.raises(TierUnavailable):
             tier.contains([key_of(1)])
         for node in cluster.nodes:
@@ -343,10 +345,10 @@ def test_a_cluster_that_is_down_is_unavailable_until_it_is_up(
 
 
 def test_a_server_of_the_other_kind_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a node of a cluster; give it as cluster"):
+    with pytest.raises(ConfigError, match="is a node of a cluster; use the key cluster"):
         redis_tier.open(redis_tier.Config(url=f"redis://{cluster.addresses[0]}"))
     server = Server(tmp_path, valkey_binary())
-    with pytest.raises(ConfigError, match="it is no cluster; give it as host"):
+    with pytest.raises(ConfigError, match="not a cluster; use the key host"):
         redis_tier.open(redis_tier.Config(cluster=(server.address,)))
     server.stop()
 
@@ -357,38 +359,38 @@ def test_a_server_of_the_other_kind_is_refused(cluster: Cluster, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({}, "needs one of url, host, socket, sentinels or cluster; none is given"),
-        ({"host": "a", "socket": "/b"}, "host and socket are given"),
-        ({"sentinels": ["a"]}, "needs sentinels and service together"),
-        ({"host": "a", "service": "b"}, "needs sentinels and service together"),
+        ({}, "needs one of url, host, socket, sentinels or cluster; none is set"),
+        ({"host": "a", "socket": "/b"}, "host and socket are set"),
+        ({"sentinels": ["a"]}, "needs both sentinels and sentinel_master"),
+        ({"host": "a", "sentinel_master": "b"}, "needs both sentinels and sentinel_master"),
         ({"host": "a", "prefix": "x{y}"}, "prefix = 'x{y}'"),
         ({"host": "a", "prefix": ""}, "prefix = ''"),
-        ({"cluster": ["a"], "database": 1}, "database = 1; a redis cluster has database 0 only"),
+        ({"cluster": ["a"], "database": 1}, "database = 1, but a cluster has database 0 only"),
         ({"url": f"http://u:{SECRET}@h"}, "scheme 'http'; known: redis, rediss, unix, valkey"),
         ({"url": f"redsi://u:{SECRET}@h"}, "scheme 'redsi'; did you mean 'redis'?"),
-        ({"url": f"redis://u:{SECRET}@h:notaport"}, "url of the redis tier is none"),
-        ({"url": f"redis://u:{SECRET}@h/x"}, "ends in 'x'; a database's number is right"),
-        ({"url": f"redis://u:{SECRET}@h?db=2"}, "keys of their own"),
-        ({"url": f"redis://u:{SECRET}@"}, "lacks its host"),
-        ({"url": "unix://"}, "lacks its host"),
-        ({"url": f"redis://u:{SECRET}@h", "password": "b"}, "twice: in url, and beside it"),
-        ({"url": "redis://h/2", "database": 3}, "its database twice"),
-        ({"sentinels": ["a:b"], "service": "s"}, "'a:b' of the redis tier is no host"),
-        ({"cluster": ["a@b"]}, "'a@b' of the redis tier is no host"),
-        ({"socket": "/a", "tls": True}, "no TLS over a Unix socket"),
-        ({"host": "a", "tls_ca": "/nowhere"}, "tls_ca of the redis tier is set, and tls is not"),
+        ({"url": f"redis://u:{SECRET}@h:notaport"}, "url is not a valid URL"),
+        ({"url": f"redis://u:{SECRET}@h/x"}, "ends in 'x'; end it with a database number"),
+        ({"url": f"redis://u:{SECRET}@h?db=2"}, "set them as configuration keys"),
+        ({"url": f"redis://u:{SECRET}@"}, "url has no host"),
+        ({"url": "unix://"}, "url has no host"),
+        ({"url": f"redis://u:{SECRET}@h", "password": "b"}, "twice, in url and as a key"),
+        ({"url": "redis://h/2", "database": 3}, "database is set twice"),
+        ({"sentinels": ["a:b"], "sentinel_master": "s"}, "invalid host 'a:b'"),
+        ({"cluster": ["a@b"]}, "invalid host 'a@b'"),
+        ({"socket": "/a", "tls": True}, "not support TLS over a Unix socket"),
+        ({"host": "a", "tls_ca": "/nowhere"}, "tls_ca is set, but tls is not"),
         ({"host": "a", "tls": True, "tls_ca": "/nowhere"}, "tls_ca = '/nowhere'.*No such file"),
-        ({"host": "a", "tls": True, "tls_cert": "/nowhere"}, "tls_cert and tls_key together"),
+        ({"host": "a", "tls": True, "tls_cert": "/nowhere"}, "needs both tls_cert and tls_key"),
         ({"host": "a", "passwrod": SECRET}, "unknown key 'tiers.0.passwrod'; did you mean 'pass"),
         ({"host": "a", "user": "u", "password": [SECRET], "tls_key": "k"}, "tls is not"),
-        ({"url": [SECRET]}, r"has scheme '\(none\)'"),
+        ({"url": [SECRET]}, r"unknown scheme '\(none\)'"),
         ({"host": "a", "connections": 0}, "connections = 0"),
         ({"host": "a", "ttl": "soon"}, "ttl = 'soon'"),
     ],
 )
 def test_what_is_wrong_is_one_line_without_secrets(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
-        redis_tier.open(validated(redis_tier.Config, options, "tiers.0"))
+        redis_tier.open(validate(redis_tier.Config, options, "tiers.0"))
     assert "\n" not in str(caught.value)
     assert SECRET not in str(caught.value)
 
@@ -405,8 +407,8 @@ def test_what_is_wrong_is_one_line_without_secrets(options: dict[str, Any], word
         ({"url": "redis://u:p%40ss@a"}, "redis a:6379", {"username": "u", "password": "p@ss"}),
         ({"cluster": ["a", "b:7"]}, "redis cluster a:6379, b:7", {"protocol": 2}),
         (
-            {"sentinels": ["a", "b:7"], "service": "s"},
-            "redis service 's' of the sentinels a:26379, b:7",
+            {"sentinels": ["a", "b:7"], "sentinel_master": "s"},
+            "redis master 's' of the sentinels a:26379, b:7",
             {"socket_timeout": 1.0},
         ),
     ],
@@ -430,7 +432,7 @@ def test_an_untrusted_certificate_is_refused(tmp_path: Path, open_: Any) -> None
     server = Server(tmp_path / "server", valkey_binary())
     proxy = Proxy(server.port, tls=ours)
     url = f"rediss://{proxy.address}"
-    with pytest.raises(ConfigError, match="its certificate is not to be trusted"):
+    with pytest.raises(ConfigError, match="the server's certificate is not trusted"):
         redis_tier.open(redis_tier.Config(url=url, tls_ca=str(others.ca)))
     assert open_(url=url, tls_ca=str(ours.ca)).contains([key_of(1)]) == [False]
     assert open_(url=url, tls_verify=False).contains([key_of(1)]) == [False]
@@ -445,8 +447,8 @@ def test_unwise_memory_is_said_at_the_start(
     with contextlib.closing(server.client()) as client:
         for memory, policy, ttl, words in (
             ("0", "allkeys-lru", "0", "has no maxmemory"),
-            ("256mb", "noeviction", "1h", "allkeys-lru is right"),
-            ("256mb", "volatile-lru", "0", "evicts only what has a ttl"),
+            ("256mb", "noeviction", "1h", "use allkeys-lru"),
+            ("256mb", "volatile-lru", "0", "evicts only keys with a TTL"),
             ("256mb", "volatile-lru", "1h", ""),
             ("256mb", "allkeys-lfu", "0", ""),
         ):
@@ -465,15 +467,15 @@ SHARED_STORE = """
 import sys
 
 import kvstore
-from store_rig import SPACE, hashes, loaded_tiers, match, save, spill_to_tiers
+from store_rig import SPACE, hashes, loaded_tiers, match, save, flush_to_tiers
 
-table = {"kind": "redis", "url": sys.argv[1], "timeout_ms": 20000}
-with kvstore.open(l2="64KiB", slot="4KiB", tiers=(table,)) as store:
+table = {"kind": "redis", "url": sys.argv[1], "timeout": 20000}
+with kvstore.open(l2="64KiB", slot_bytes="4KiB", tiers=(table,)) as store:
     session = store.session(SPACE, tenant="team:a")
     names = hashes(12, "shared")
     if sys.argv[2] == "store":
         save(session, names)
-        spill_to_tiers(store)
+        flush_to_tiers(store)
     else:
         assert match(session, names) == ["redis"] * 12, match(session, names)
         assert loaded_tiers(session, names) == ["redis"] * 12

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.tiers.base import PAGE_BYTES
+from kvstore.tiers.base import IO_ALIGNMENT
 from kvstore.tiers.redis import resp
-from kvstore.tiers.redis.resp import ErrorReply, Got, OutOfStep, Value
+from kvstore.tiers.redis.resp import ErrorReply, ProtocolError, Value, ValueKind
 
-PAYLOAD_BYTES = 3 * PAGE_BYTES
+PAYLOAD_BYTES = 3 * IO_ALIGNMENT
 
 cuts = st.lists(st.integers(1, 5000), max_size=40)
 """Most bytes of the first receives; those that follow take what they want."""
@@ -57,7 +57,7 @@ def scratch() -> memoryview:
 
 def value_of(stream: Stream, payload_bytes: int = PAYLOAD_BYTES) -> tuple[Value, bytes]:
     """What is read, and the bytes of header and payload."""
-    header = memoryview(bytearray(PAGE_BYTES))
+    header = memoryview(bytearray(IO_ALIGNMENT))
     payload = memoryview(bytearray(payload_bytes))
     value = resp.read_value(stream.receive, scratch(), header, payload)
     return value, bytes(header) + bytes(payload[: value.payload_bytes])
@@ -74,10 +74,10 @@ def bulk(data: bytes) -> bytes:
 @settings(deadline=None)
 @given(pages=st.integers(1, 3), cut=cuts)
 def test_a_frame_arrives_whole_however_it_is_cut(pages: int, cut: list[int]) -> None:
-    frame = noise((1 + pages) * PAGE_BYTES)
+    frame = noise((1 + pages) * IO_ALIGNMENT)
     stream = Stream(bulk(frame), cut)
     value, data = value_of(stream)
-    assert value == Value(Got.FRAME, pages * PAGE_BYTES)
+    assert value == Value(ValueKind.FRAME, pages * IO_ALIGNMENT)
     assert data == frame
     assert stream.taken == len(stream.data)
 
@@ -86,26 +86,30 @@ def test_a_frame_arrives_whole_however_it_is_cut(pages: int, cut: list[int]) -> 
 @given(nbytes=st.integers(0, 70_000), cut=cuts)
 def test_any_value_is_taken_to_its_end(nbytes: int, cut: list[int]) -> None:
     stream = Stream(bulk(noise(nbytes)), cut)
-    value, _ = value_of(stream, PAGE_BYTES)
-    if nbytes % PAGE_BYTES or nbytes < 2 * PAGE_BYTES:
-        assert value.got is Got.FOREIGN
+    value, _ = value_of(stream, IO_ALIGNMENT)
+    if nbytes % IO_ALIGNMENT or nbytes < 2 * IO_ALIGNMENT:
+        assert value.kind is ValueKind.FOREIGN
     else:
-        assert value.got is (Got.FRAME if nbytes == 2 * PAGE_BYTES else Got.TOO_LARGE)
+        assert value.kind is (
+            ValueKind.FRAME if nbytes == 2 * IO_ALIGNMENT else ValueKind.TOO_LARGE
+        )
     assert value.drained
     assert stream.taken == len(stream.data)
 
 
 def test_a_value_too_long_to_throw_away_is_left() -> None:
-    stream = Stream(bulk(noise(resp.DRAIN_MAX_BYTES + 8 * PAGE_BYTES)))
+    stream = Stream(bulk(noise(resp.MAX_DRAIN_BYTES + 8 * IO_ALIGNMENT)))
     value, _ = value_of(stream)
-    assert value == Value(Got.TOO_LARGE, resp.DRAIN_MAX_BYTES + 7 * PAGE_BYTES, drained=False)
+    assert value == Value(
+        ValueKind.TOO_LARGE, resp.MAX_DRAIN_BYTES + 7 * IO_ALIGNMENT, drained=False
+    )
 
 
 @settings(deadline=None)
 @given(cut=cuts)
 def test_a_missing_value(cut: list[int]) -> None:
     stream = Stream(b"$-1\r\n", cut)
-    assert value_of(stream)[0] == Value(Got.MISSING)
+    assert value_of(stream)[0] == Value(ValueKind.MISSING)
     assert stream.taken == 5
 
 
@@ -122,7 +126,7 @@ def test_an_error_is_raised_and_taken_to_its_end(text: str, cut: list[int]) -> N
 @settings(deadline=None)
 @given(pages=st.integers(1, 3), at=st.floats(0, 1, exclude_max=True), cut=cuts)
 def test_a_reply_that_ends_early_is_never_a_value(pages: int, at: float, cut: list[int]) -> None:
-    whole = bulk(noise((1 + pages) * PAGE_BYTES))
+    whole = bulk(noise((1 + pages) * IO_ALIGNMENT))
     with pytest.raises(Ended):
         value_of(Stream(whole[: int(at * len(whole))], cut))
 
@@ -130,11 +134,11 @@ def test_a_reply_that_ends_early_is_never_a_value(pages: int, at: float, cut: li
 @settings(deadline=None)
 @given(pages=st.integers(1, 2), more=st.binary(min_size=1, max_size=64), cut=cuts)
 def test_a_value_longer_than_it_says_is_refused(pages: int, more: bytes, cut: list[int]) -> None:
-    frame = noise((1 + pages) * PAGE_BYTES)
+    frame = noise((1 + pages) * IO_ALIGNMENT)
     head = b"$%d\r\n" % len(frame)
     if more.startswith((b"\r\n", b"\r")) or more == b"\r":
         more = b"x" + more
-    with pytest.raises((OutOfStep, Ended)):
+    with pytest.raises((ProtocolError, Ended)):
         value_of(Stream(head + frame + more, cut))
 
 
@@ -161,7 +165,7 @@ def test_a_value_longer_than_it_says_is_refused(pages: int, more: bytes, cut: li
     ],
 )
 def test_what_is_no_value_is_out_of_step(data: bytes) -> None:
-    with pytest.raises(OutOfStep):
+    with pytest.raises(ProtocolError):
         value_of(Stream(data))
 
 
@@ -169,13 +173,13 @@ def test_what_is_no_value_is_out_of_step(data: bytes) -> None:
 @given(data=st.binary(max_size=300), cut=cuts)
 def test_noise_is_refused_and_never_a_frame(data: bytes, cut: list[int]) -> None:
     reads: list[Callable[[Stream], object]] = [
-        lambda stream: value_of(stream)[0].got,
+        lambda stream: value_of(stream)[0].kind,
         lambda stream: resp.read_lines(stream.receive, scratch(), 2),
     ]
     for read in reads:
         try:
-            assert read(Stream(data, cut)) is not Got.FRAME
-        except (OutOfStep, ErrorReply, Ended):
+            assert read(Stream(data, cut)) is not ValueKind.FRAME
+        except (ProtocolError, ErrorReply, Ended):
             continue
 
 
@@ -197,25 +201,25 @@ def test_lines_more_than_asked_for_are_out_of_step(replies: list[bytes], cut: li
     try:
         assert resp.read_lines(stream.receive, scratch(), asked) == replies[:asked]
         assert stream.taken == sum(len(line) + 2 for line in replies[:asked])
-    except OutOfStep:
+    except ProtocolError:
         assert stream.taken > sum(len(line) + 2 for line in replies[:asked])
 
 
 @pytest.mark.parametrize("data", [b"OK\r\n", b"$2\r\n", b"+a\n", b"+a\r", b"\r\n", b"$-1x\r\n"])
 def test_what_is_no_line_is_out_of_step(data: bytes) -> None:
-    with pytest.raises((OutOfStep, Ended)):
+    with pytest.raises((ProtocolError, Ended)):
         resp.read_lines(Stream(data).receive, scratch(), 1)
 
 
 def test_a_line_without_end_is_out_of_step() -> None:
-    with pytest.raises(OutOfStep, match="without end"):
+    with pytest.raises(ProtocolError, match="replies are too long"):
         resp.read_lines(Stream(b"+" + b"x" * 50_000).receive, scratch(), 1)
 
 
 @settings(deadline=None)
 @given(words=st.lists(st.binary(max_size=40), min_size=1, max_size=6))
 def test_a_command_says_the_length_of_each_word(words: list[bytes]) -> None:
-    data = resp.command(*words)
+    data = resp.pack_command(*words)
     count, _, rest = data[1:].partition(b"\r\n")
     assert (data[:1], int(count)) == (b"*", len(words))
     for word in words:
@@ -229,12 +233,12 @@ def test_a_command_says_the_length_of_each_word(words: list[bytes]) -> None:
 @settings(deadline=None)
 @given(names=st.lists(st.binary(max_size=40), max_size=6))
 def test_many_commands_are_each_of_them(names: list[bytes]) -> None:
-    each = [resp.command(b"EXISTS", name) for name in names]
-    assert resp.commands(b"EXISTS", names) == b"".join(each)
+    each = [resp.pack_command(b"EXISTS", name) for name in names]
+    assert resp.pack_commands(b"EXISTS", names) == b"".join(each)
 
 
 @pytest.mark.parametrize("ttl_ms", [0, 5000])
 def test_setting_a_value_is_the_command_around_it(ttl_ms: int) -> None:
-    head, tail = resp.set_around(b"name", 3, ttl_ms)
+    head, tail = resp.pack_set(b"name", 3, ttl_ms)
     expiry = [b"PX", b"5000"] if ttl_ms else []
-    assert head + b"abc" + tail == resp.command(b"SET", b"name", b"abc", b"NX", *expiry)
+    assert head + b"abc" + tail == resp.pack_command(b"SET", b"name", b"abc", b"NX", *expiry)

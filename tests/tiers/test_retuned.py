@@ -12,13 +12,13 @@ from kvstore.errors import TierUnavailable
 from kvstore.testing.clock import FakeClock
 from kvstore.testing.faults import Fault, FaultyTier, always, in_turn
 from kvstore.testing.frames import FrameBuffer
-from kvstore.tiers.base import PAGE_BYTES
+from kvstore.tiers.base import IO_ALIGNMENT
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.tenant_quota import TenantQuotas
-from kvstore.tiers.wrappers import Breaker, Deadline, RateLimit, layers_of
+from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker, RateLimit, iter_layers
 
 MIB = 1 << 20
-FRAME = PAGE_BYTES + 8192
+FRAME = IO_ALIGNMENT + 8192
 WAIT_S = 60.0
 
 
@@ -37,9 +37,9 @@ def held(tier: TenantQuotas, tenant: str, numbers: range) -> list[bool]:
 
 
 def test_layers() -> None:
-    tier = TenantQuotas(RateLimit(Breaker(Deadline(MemoryTier(), 1.0))), {})
-    kinds = [TenantQuotas, RateLimit, Breaker, Deadline, MemoryTier]
-    assert [type(layer) for layer in layers_of(tier)] == kinds
+    tier = TenantQuotas(RateLimit(CircuitBreaker(CallTimeout(MemoryTier(), 1.0))), {})
+    kinds = [TenantQuotas, RateLimit, CircuitBreaker, CallTimeout, MemoryTier]
+    assert [type(layer) for layer in iter_layers(tier)] == kinds
 
 
 def test_a_rate_is_set_changed_and_taken_away() -> None:
@@ -54,14 +54,14 @@ def test_a_rate_is_set_changed_and_taken_away() -> None:
         return clock() - began
 
     assert seconds_of_four_writes(0) == 0.0
-    tier.limit_to(0, MIB)
+    tier.set_limits(0, MIB)
     assert seconds_of_four_writes(10) == pytest.approx(3.0, rel=0.05)
     debt = tier._writes
-    tier.limit_to(0, MIB)
+    tier.set_limits(0, MIB)
     assert tier._writes is debt, "the same rate keeps its debt"
-    tier.limit_to(0, 2 * MIB)
+    tier.set_limits(0, 2 * MIB)
     assert seconds_of_four_writes(20) == pytest.approx(1.5, rel=0.05)
-    tier.limit_to(5 * MIB, 0)
+    tier.set_limits(5 * MIB, 0)
     assert seconds_of_four_writes(30) == 0.0
 
 
@@ -69,13 +69,13 @@ def test_a_quota_grows_shrinks_and_goes() -> None:
     tier = TenantQuotas(MemoryTier(), {"a": 3 * FRAME})
     put(tier, "a", range(4))
     assert sum(held(tier, "a", range(4))) == 3
-    tier.limit_to({"a": 5 * FRAME})
+    tier.set_limits({"a": 5 * FRAME})
     put(tier, "a", range(4, 6))
     assert sum(held(tier, "a", range(6))) == 5
-    tier.limit_to({"a": 2 * FRAME})
+    tier.set_limits({"a": 2 * FRAME})
     put(tier, "a", range(6, 7))
     assert held(tier, "a", range(7)) == [False] * 5 + [True] * 2
-    tier.limit_to({})
+    tier.set_limits({})
     put(tier, "a", range(10, 20))
     assert all(held(tier, "a", range(10, 20)))
     assert tier.used_bytes() == {}
@@ -86,7 +86,7 @@ def test_a_tenants_first_quota_counts_what_it_has_already() -> None:
     tier = TenantQuotas(MemoryTier(), {})
     put(tier, "a", range(6))
     put(tier, "b", range(6))
-    tier.limit_to({"a": 4 * FRAME})
+    tier.set_limits({"a": 4 * FRAME})
     deadline = time.monotonic() + WAIT_S
     while tier.used_bytes() != {"a": 6 * FRAME}:
         assert time.monotonic() < deadline, "the tier was not listed"
@@ -113,7 +113,7 @@ def test_quotas_change_under_writers() -> None:
     for thread in threads:
         thread.start()
     for turn in range(300):
-        tier.limit_to([{}, {"a": 2 * FRAME}, {"*": 5 * FRAME}][turn % 3])
+        tier.set_limits([{}, {"a": 2 * FRAME}, {"*": 5 * FRAME}][turn % 3])
     stop.set()
     for thread in threads:
         thread.join()
@@ -124,14 +124,14 @@ def test_quotas_change_under_writers() -> None:
 def test_a_breaker_follows() -> None:
     clock = FakeClock()
     faulty = FaultyTier(MemoryTier(), schedule=always(Fault.REFUSED))
-    breaker = Breaker(faulty, failures=9, reset_s=100.0, clock=clock)
-    breaker.limit_to(1, 1.0)
+    breaker = CircuitBreaker(faulty, failures=9, reset_s=100.0, clock=clock)
+    breaker.set_limits(1, 1.0)
     buffer = FrameBuffer(8192)
     with pytest.raises(TierUnavailable):
         breaker.read(key("a", 1), buffer.header, buffer.payload)
-    assert not breaker.up()
+    assert not breaker.is_up()
     assert breaker.read(key("a", 1), buffer.header, buffer.payload) == 0
     clock.advance(1.5)
     faulty.schedule = in_turn([])
     breaker.read(key("a", 1), buffer.header, buffer.payload)
-    assert breaker.up()
+    assert breaker.is_up()

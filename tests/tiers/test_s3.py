@@ -57,7 +57,7 @@ def bucket(s3_server: S3Server) -> str:
 
 def open_packing(server: S3Server, bucket: str, **changed: object) -> S3Tier:
     """A tier that waits until eight writers have come."""
-    return server.open(bucket, **{"writers": 8, "linger": "10s", **changed})
+    return server.open(bucket, **{"writer_threads": 8, "linger": "10s", **changed})
 
 
 def test_writers_that_wait_together_share_one_object(
@@ -103,7 +103,7 @@ def test_a_new_node_finds_everything_by_the_footers_alone(
 def test_a_footer_larger_than_the_guess_is_read_whole(
     s3_server: S3Server, bucket: str, buffer: FrameBuffer
 ) -> None:
-    tier = s3_server.open(bucket, writers=150, linger="10s")
+    tier = s3_server.open(bucket, writer_threads=150, linger="10s")
     keys = [key_of(n, tenant=f"tenant {n} " * 20, namespace=f"{n}" * 20) for n in range(150)]
     write_together(tier, keys, 100)
     assert len(s3_server.names(bucket)) == 1
@@ -119,9 +119,9 @@ def test_a_round_changes_nothing_of_what_is_known(s3_server: S3Server, bucket: s
     tier = s3_server.open(bucket)
     for number, nbytes in enumerate((100, 300_000, 9 * MIB)):
         tier.write(*buffer.fill(key_of(number), nbytes))
-    tier.refresh()
+    tier.reconcile()
     before = int(tier.stats()["requests"])
-    tier.refresh()
+    tier.reconcile()
     assert int(tier.stats()["requests"]) - before <= 3, "nothing is read again"
     assert tier.stats()["vanished"] == 0
     assert len(held(tier, buffer, [key_of(number) for number in range(3)])) == 3
@@ -150,8 +150,8 @@ def test_what_somebody_else_put_long_ago_is_not_relied_on(
 ) -> None:
     """It may be collected at any moment: the block is put again, under another name."""
     one = s3_server.open(bucket)
-    careful = s3_server.open(bucket, refresh=50, grace=100)
-    careful._keeper.stop()  # so that it does not learn of the other's segment
+    careful = s3_server.open(bucket, list_interval=50, gc_grace=100)
+    careful._reconciler.stop()  # so that it does not learn of the other's segment
     one.write(*buffer.fill(key_of(1), BLOCK_BYTES))
     wait_out_the_second()
     careful.write(*buffer.fill(key_of(1), BLOCK_BYTES))
@@ -208,7 +208,7 @@ def test_deletions_at_the_same_time_in_one_segment_are_all_kept(
 def test_an_old_grave_means_nothing_to_a_new_segment_of_the_same_name(
     s3_server: S3Server, bucket: str, buffer: FrameBuffer
 ) -> None:
-    tier = open_packing(s3_server, bucket, refresh=50, grace=50)
+    tier = open_packing(s3_server, bucket, list_interval=50, gc_grace=50)
     keys = [key_of(number) for number in range(8)]
     write_together(tier, keys)
     tier.delete(keys[:1])
@@ -243,8 +243,8 @@ def test_two_prefixes_of_a_bucket_do_not_see_each_other(
     one, two = s3_server.open(bucket, prefix="one"), s3_server.open(bucket, prefix="")
     one.write(*buffer.fill(key_of(1), BLOCK_BYTES))
     two.write(*buffer.fill(key_of(2), BLOCK_BYTES))
-    two.refresh()
-    one.refresh()
+    two.reconcile()
+    one.reconcile()
     assert one.contains([key_of(1), key_of(2)]) == [True, False]
     assert two.contains([key_of(1), key_of(2)]) == [False, True]
     two.clear()
@@ -293,7 +293,7 @@ def test_what_another_node_has_just_written_makes_no_room(
     two.write(*buffer.fill(key_of(101), BLOCK_BYTES))
     two.write(*buffer.fill(key_of(102), 2 * BLOCK_BYTES))
     assert two.contains([key_of(101), key_of(102)]) == [False, True], "its own makes room"
-    one.refresh()
+    one.reconcile()
     assert held(one, buffer, keys) == keys
     one.close()
     two.close()

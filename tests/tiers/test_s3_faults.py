@@ -65,7 +65,7 @@ class Rig:
         return self.buffer.version_of(key, self.read(key)) == 0
 
     def count(self, kind: str) -> int:
-        return int(self.tier.stats()[f"faults_{kind}"])
+        return int(self.tier.stats()[f"errors_{kind}"])
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_errors_of_the_service(rig: Rig, name: str) -> None:
     verbs: list[Callable[[], object]] = [
         lambda: rig.read(rig.key),
         lambda: rig.write(key_of(2)),
-        lambda: rig.tier.refresh(),
+        lambda: rig.tier.reconcile(),
         lambda: rig.tier.clear(),
     ]
     for number, verb in enumerate(verbs[:3], start=1):
@@ -105,11 +105,11 @@ def test_errors_of_the_service(rig: Rig, name: str) -> None:
             verb()
         assert isinstance(caught.value, TierUnavailable) == (error is TierUnavailable)
         assert rig.count(kind) == number
-    assert code in str(rig.tier.stats()["trouble"])
+    assert code in str(rig.tier.stats()["last_error"])
     assert rig.tier.contains([rig.key, key_of(2)]) == [True, False]
     rig.proxy.strike("")
     assert rig.reads_well(rig.key)
-    assert rig.tier.stats()["trouble"] == ""
+    assert rig.tier.stats()["last_error"] == ""
     rig.write(key_of(2))
     assert rig.reads_well(key_of(2))
 
@@ -140,7 +140,7 @@ def test_a_hung_or_dripping_service_is_not_waited_for(rig: Rig, mode: str) -> No
     )[: 2 if mode == "hang" else 1]:
         with pytest.raises(TierUnavailable, match="in time"):
             verb()
-    assert int(tier.stats()["faults_timeout"]) >= 1
+    assert int(tier.stats()["errors_timeout"]) >= 1
     rig.proxy.strike("")
     tier.close()
     assert rig.reads_well(rig.key)
@@ -150,7 +150,7 @@ def test_closing_waits_for_no_request_that_hangs(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A write hangs, and a round of the keeper; both would for minutes."""
-    tier = rig.open(timeout="300s", refresh="50ms")
+    tier = rig.open(timeout="300s", list_interval="50ms")
     rig.proxy.strike("hang")
     frame = FrameBuffer(BLOCK_BYTES).fill(key_of(2), BLOCK_BYTES)
 
@@ -224,7 +224,7 @@ def test_an_idle_connection_that_was_closed_is_no_fault(rig: Rig) -> None:
     """What the service does to connections that are idle for long."""
     rig.proxy.hang_up()
     assert rig.reads_well(rig.key)
-    assert rig.tier.stats()["faults"] == 0
+    assert rig.tier.stats()["errors"] == 0
 
 
 def test_a_service_without_conditional_put(rig: Rig) -> None:
@@ -248,7 +248,7 @@ def test_a_bucket_that_was_emptied_is_misses_and_is_filled_again(rig: Rig) -> No
         rig.server.client.delete_object(Bucket=rig.bucket, Key=name)
     assert [rig.read(key) for key in keys[:2]] == [0, 0]
     assert rig.tier.contains(keys) == [False, False, True, True]
-    rig.tier.refresh()
+    rig.tier.reconcile()
     assert rig.tier.contains(keys) == [False] * 4
     assert rig.tier.stats()["bytes_used"] == 0
     assert int(rig.tier.stats()["vanished"]) == 5
@@ -283,10 +283,10 @@ def test_a_damaged_segment_is_ignored_and_counted(rig: Rig, damage: str) -> None
     rig.server.client.put_object(Bucket=rig.bucket, Key=name, Body=bytes(spoilt))
     fresh = rig.open()
     assert sum(fresh.contains([rig.key, key_of(2)])) == 1
-    assert fresh.stats()["bad_segments"] == 1
+    assert fresh.stats()["corrupt_segments"] == 1
     requests = int(fresh.stats()["requests"])
-    fresh.refresh()
-    assert fresh.stats()["bad_segments"] == 1
+    fresh.reconcile()
+    assert fresh.stats()["corrupt_segments"] == 1
     assert int(fresh.stats()["requests"]) <= requests + 3, "a bad segment is read once"
     fresh.close()
     # Whoever writes the block again finds a name that is free.
@@ -306,10 +306,10 @@ def test_opening_needs_no_service_and_finds_it_later(
 ) -> None:
     rig.proxy.strike("reset")
     with caplog.at_level(logging.WARNING):
-        tier = rig.open(refresh="50ms")
+        tier = rig.open(list_interval="50ms")
     assert tier.contains([rig.key]) == [False]
     assert tier.read(rig.key, rig.buffer.header, rig.buffer.payload) == 0
-    assert tier.stats()["trouble"]
+    assert tier.stats()["last_error"]
     lines = [record for record in caplog.records if record.name.startswith("kvstore.tiers.s3")]
     assert len(lines) == 1, "one clear line, not one per round"
     assert "\n" not in lines[0].getMessage()
@@ -338,8 +338,8 @@ def test_wrong_credentials_and_wrong_bucket_are_one_line_and_misses(
     with caplog.at_level(logging.WARNING):
         tier = s3_server.open(**{"bucket": bucket, **changed})
     assert tier.contains([key_of(1)]) == [False]
-    assert word in str(tier.stats()["trouble"])
-    assert int(tier.stats()[f"faults_{kind}"]) == 1
+    assert word in str(tier.stats()["last_error"])
+    assert int(tier.stats()[f"errors_{kind}"]) == 1
     text = caplog.text + str(tier.stats())
     assert "not-the-one" not in text
     if kind == "credentials":
@@ -357,7 +357,7 @@ def test_no_credentials_at_all(
         monkeypatch.setenv(name, str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     tier = s3_server.open(s3_server.new_bucket(), access_key="", secret_key="")
-    assert "no credentials" in str(tier.stats()["trouble"])
+    assert "no credentials" in str(tier.stats()["last_error"])
     with pytest.raises(TierUnavailable):
         tier.write(*buffer.fill(key_of(1), 5000))
     tier.close()
@@ -394,7 +394,7 @@ def test_a_service_that_is_killed_and_comes_back(buffer: FrameBuffer) -> None:
         server = S3Server(Path(place))
         server.start()
         try:
-            tier = server.open(server.new_bucket(), refresh="200ms", timeout="5s")
+            tier = server.open(server.new_bucket(), list_interval="200ms", timeout="5s")
             keys = [key_of(number) for number in range(3)]
             for key in keys:
                 tier.write(*buffer.fill(key, BLOCK_BYTES))

@@ -68,7 +68,7 @@ def test_a_reader_that_loses_a_race_has_a_miss(nodes: list[Node]) -> None:
     assert two.do("contains", NUMBERS) == NUMBERS
     assert two.do("read", NUMBERS) == []
     assert two.do("contains", NUMBERS) == []
-    assert two.do("stats")["faults_missing"] == 12
+    assert two.do("stats")["errors_missing"] == 12
 
 
 def test_both_write_the_same_keys_at_the_same_time(
@@ -84,7 +84,7 @@ def test_both_write_the_same_keys_at_the_same_time(
 
 def test_a_running_node_learns_by_itself(s3_server: S3Server, bucket: str) -> None:
     one = Node(s3_server.values(bucket))
-    two = Node(s3_server.values(bucket, refresh="100ms"))
+    two = Node(s3_server.values(bucket, list_interval="100ms"))
     one.do("write", NUMBERS, BLOCK_BYTES)
     deadline_s = time.monotonic() + 60
     while two.do("contains", NUMBERS) != NUMBERS:
@@ -97,7 +97,7 @@ def test_a_running_node_learns_by_itself(s3_server: S3Server, bucket: str) -> No
 def test_two_collectors_under_pressure(s3_server: S3Server, bucket: str) -> None:
     """Both write more than there is room for, and collect all the time: what reads back is right
     (the nodes compare), nothing raises, and in the end the bucket is within its capacity."""
-    config = s3_server.values(bucket, capacity=MIB, refresh="50ms", grace="50ms")
+    config = s3_server.values(bucket, capacity=MIB, list_interval="50ms", gc_grace="50ms")
     pair = [Node(config), Node(config)]
     for number, node in enumerate(pair):
         node.start("churn", list(range(6 * number, 6 * number + 20)), BLOCK_BYTES, 3)
@@ -132,7 +132,7 @@ def test_a_node_that_makes_room_removes_no_block_that_another_acknowledged(
         one.write(*buffer.fill(key_of(number), BLOCK_BYTES))
     assert one.contains([key_of(1)]) == [False]
     assert held(two, buffer, [key_of(1)])
-    two.refresh()
+    two.reconcile()
     assert held(two, buffer, [key_of(1)])
     one.close()
     two.close()
@@ -146,7 +146,7 @@ def test_any_number_of_nodes_may_save_the_same_block_at_once(
         node.write(*buffer.fill(key_of(1), BLOCK_BYTES))
     assert len(s3_server.names(bucket)) == 6
     for node in nodes:
-        node.refresh()
+        node.reconcile()
         assert held(node, buffer, [key_of(1)])
         node.close()
 
@@ -159,15 +159,15 @@ def test_duplicates_are_removed_once_they_are_old_and_never_both(
 ) -> None:
     """One node has packed the blocks together, the other each alone; both collect."""
     keys = [key_of(number) for number in range(8)]
-    short = {"grace": "1s", "refresh": "1s"}
-    one = s3_server.open(bucket, writers=8, linger="10s")
+    short = {"gc_grace": "1s", "list_interval": "1s"}
+    one = s3_server.open(bucket, writer_threads=8, linger="10s")
     two = s3_server.open(bucket)
     write_together(one, keys)
     for key in keys:
         two.write(*buffer.fill(key, BLOCK_BYTES))
     assert len(s3_server.names(bucket)) == 9
-    one.refresh()
-    two.refresh()
+    one.reconcile()
+    two.reconcile()
     assert len(s3_server.names(bucket)) == 9, "too young"
     one.close()
     two.close()
@@ -175,14 +175,14 @@ def test_duplicates_are_removed_once_they_are_old_and_never_both(
     pair = [s3_server.open(bucket, **short) for _ in range(2)]
     for _ in range(2):
         for tier in pair:
-            tier.refresh()
-            tier._catalog.check()
+            tier.reconcile()
+            tier._index.check_invariants()
             assert held(tier, buffer, keys) == keys
-            assert all(segment.wins for segment in tier._catalog.segments.values())
-    assert len(s3_server.names(bucket)) == len(pair[0]._catalog.segments) < 9
+            assert all(segment.primary_count for segment in tier._index.segments.values())
+    assert len(s3_server.names(bucket)) == len(pair[0]._index.segments) < 9
     assert sum(int(tier.stats()["duplicates"]) for tier in pair) >= 1
     pair[0].delete(keys[:1])
-    pair[1].refresh()
+    pair[1].reconcile()
     assert held(pair[1], buffer, keys) == keys[1:], "every copy is deleted"
     for tier in pair:
         tier.close()
@@ -198,7 +198,7 @@ def test_what_is_expired_is_a_miss_and_is_removed(
     time.sleep(3.1)
     assert tier.read(key_of(1), buffer.header, buffer.payload) == 0
     tier.write(*buffer.fill(key_of(2), BLOCK_BYTES))
-    tier.refresh()
+    tier.reconcile()
     assert tier.contains([key_of(1), key_of(2)]) == [False, True]
     assert len(s3_server.names(bucket)) == 1
     assert tier.stats()["expired"] == 1
@@ -213,13 +213,13 @@ def test_what_is_expired_is_a_miss_and_is_removed(
 def test_an_expired_block_can_be_written_before_it_is_collected(
     s3_server: S3Server, bucket: str, buffer: FrameBuffer
 ) -> None:
-    tier = s3_server.open(bucket, ttl="2s", grace="1s", refresh="1s")
-    tier._keeper.stop()
+    tier = s3_server.open(bucket, ttl="2s", gc_grace="1s", list_interval="1s")
+    tier._reconciler.stop()
     tier.write(*buffer.fill(key_of(1), BLOCK_BYTES))
     time.sleep(3.1)
     tier.write(*buffer.fill(key_of(1), BLOCK_BYTES))
     assert held(tier, buffer, [key_of(1)])
-    tier.refresh()
+    tier.reconcile()
     assert held(tier, buffer, [key_of(1)])
     assert len(s3_server.names(bucket)) == 1
     tier.close()
@@ -230,7 +230,7 @@ def test_an_expired_block_is_absent_and_does_not_hide_what_is_written_since(
 ) -> None:
     """Between two rounds of the keeper. One block was alone, the others shared an object; all are
     written again alone, whatever the names that the new objects have beside the old one's."""
-    tier = s3_server.open(bucket, ttl="8s", writers=8, linger="10s")
+    tier = s3_server.open(bucket, ttl="8s", writer_threads=8, linger="10s")
     keys = [key_of(number) for number in range(8)]
     write_together(tier, keys)
     other = s3_server.open(bucket, ttl="8s")
@@ -241,7 +241,7 @@ def test_an_expired_block_is_absent_and_does_not_hide_what_is_written_since(
         assert not other.read(key, buffer.header, buffer.payload)
         other.write(*buffer.fill(key, BLOCK_BYTES))
     assert held(other, buffer, keys) == keys
-    other.refresh()
+    other.reconcile()
     assert held(other, buffer, keys) == keys
     assert len(s3_server.names(bucket)) == 8
     tier.close()
@@ -263,17 +263,17 @@ def test_an_expired_segment_of_another_node_is_not_relied_on(
 def test_a_grave_without_its_segment_goes_when_it_is_old(
     s3_server: S3Server, bucket: str, buffer: FrameBuffer
 ) -> None:
-    tier = s3_server.open(bucket, writers=8, linger="10s")
+    tier = s3_server.open(bucket, writer_threads=8, linger="10s")
     write_together(tier, [key_of(number) for number in range(8)])
     tier.delete([key_of(1)])
     for name in s3_server.names(bucket):
         if name.endswith(".seg"):
             s3_server.client.delete_object(Bucket=bucket, Key=name)
-    tier.refresh()
+    tier.reconcile()
     assert len(s3_server.names(bucket)) == 1, "too young"
     tier.close()
     time.sleep(2.1)
-    tier = s3_server.open(bucket, grace="1s", refresh="1s")
+    tier = s3_server.open(bucket, gc_grace="1s", list_interval="1s")
     assert s3_server.names(bucket) == []
     tier.close()
 
@@ -283,7 +283,12 @@ def test_deletions_that_could_not_be_told_are_told_later(
 ) -> None:
     """Of a block in a shared segment, and of one alone in its own."""
     with FaultProxy(s3_server.port) as proxy:
-        values = {"endpoint": proxy.endpoint, "writers": 8, "linger": "200ms", "timeout": "5s"}
+        values = {
+            "endpoint": proxy.endpoint,
+            "writer_threads": 8,
+            "linger": "200ms",
+            "timeout": "5s",
+        }
         tier = s3_server.open(bucket, **values)
         keys = [key_of(number) for number in range(8)]
         write_together(tier, keys)
@@ -293,11 +298,11 @@ def test_deletions_that_could_not_be_told_are_told_later(
             with pytest.raises(TierUnavailable):
                 tier.delete([key])
         assert tier.contains([keys[0], key_of(8)]) == [False, False]
-        assert tier.stats()["doomed"] == 1
+        assert tier.stats()["segments_pending_delete"] == 1
         assert len(s3_server.names(bucket)) == 2
         proxy.strike("")
-        tier.refresh()
-        assert tier.stats()["doomed"] == 0
+        tier.reconcile()
+        assert tier.stats()["segments_pending_delete"] == 0
         assert held(tier, buffer, [*keys, key_of(8)]) == keys[1:]
         fresh = s3_server.open(bucket)
         assert held(fresh, buffer, [*keys, key_of(8)]) == keys[1:]
@@ -322,7 +327,7 @@ def test_a_segment_that_must_not_be_removed_counts_until_it_is(
         assert sum(map(len, s3_server.objects(bucket).values())) <= MIB
         assert float(tier.stats()["bytes_used"]) <= MIB
         proxy.strike("")
-        tier.refresh()
+        tier.reconcile()
         tier.write(*buffer.fill(key_of(99), BLOCK_BYTES))
         assert held(tier, buffer, [key_of(99)])
         tier.close()
@@ -339,7 +344,7 @@ def test_a_name_that_was_put_anew_is_not_removed_by_who_knew_the_old_one(
     assert one.contains([key_of(1)]) == [True]
     one.delete([key_of(1)])  # it means the segment that is gone
     assert held(two, buffer, [key_of(1)])
-    one.refresh()
+    one.reconcile()
     assert held(one, buffer, [key_of(1)])
     one.close()
     two.close()

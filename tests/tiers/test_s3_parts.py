@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.blocks.key import Key
-from kvstore.config.settings import validated
+from kvstore.config.settings import validate
 from kvstore.errors import ConfigError, TierError, TierFull, TierUnavailable
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.processes import PACKAGE_PARENT
@@ -27,7 +27,7 @@ from kvstore.tiers.disk.index import Entries
 from kvstore.tiers.s3 import faults, layout
 from kvstore.tiers.s3.objects import Objects
 from kvstore.tiers.s3.packer import Group, Packer
-from kvstore.tiers.s3.segment_index import Catalog, Segment
+from kvstore.tiers.s3.segment_index import Segment, SegmentIndex
 
 IDENTITY = bytes(range(16))
 PAGE = 4096
@@ -57,7 +57,7 @@ def test_a_footer_reads_back() -> None:
     parsed = layout.parse_footer(footer, nbytes)
     assert list(parsed.entries) == [(key, 3 * n, 3) for n, key in enumerate(keys)]
     assert parsed.identity == IDENTITY
-    assert len(footer) <= layout.footer_bound(keys)
+    assert len(footer) <= layout.max_footer_bytes(keys)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
@@ -75,7 +75,7 @@ def test_no_bytes_are_taken_for_a_footer_or_grave(data: bytes) -> None:
     with pytest.raises(faults.Invalid):
         layout.parse_footer(data, len(data))
     with pytest.raises(faults.Invalid):
-        layout.parse_grave(data)
+        layout.parse_tombstone(data)
 
 
 @pytest.mark.parametrize(
@@ -132,24 +132,24 @@ def test_parts_of_a_key_do_not_run_together() -> None:
 
 def test_only_our_names_are_ours() -> None:
     name = layout.segment_name("p/", 16, [key_of(1)], 0)
-    grave = layout.grave_name(name, b"x")
-    assert layout.is_ours(name, "p/")
-    assert layout.is_ours(grave, "p/")
+    grave = layout.tombstone_name(name, b"x")
+    assert layout.is_tier_object(name, "p/")
+    assert layout.is_tier_object(grave, "p/")
     assert layout.segment_of(grave) == name
     for other in (name + "x", "q" + name, "p/" + name, "p/backup.seg", name.upper(), name[:-1]):
-        assert not layout.is_ours(other, "p/")
+        assert not layout.is_tier_object(other, "p/")
 
 
 def test_a_grave_reads_back_and_damage_is_seen() -> None:
-    grave = layout.pack_grave(IDENTITY, {7, 3, 4000})
-    assert layout.parse_grave(grave) == (IDENTITY, {3, 7, 4000})
+    grave = layout.pack_tombstone(IDENTITY, {7, 3, 4000})
+    assert layout.parse_tombstone(grave) == (IDENTITY, {3, 7, 4000})
     for at in range(len(grave)):
         damaged = bytearray(grave)
         damaged[at] ^= 1
         with pytest.raises(faults.Invalid):
-            layout.parse_grave(bytes(damaged))
+            layout.parse_tombstone(bytes(damaged))
     with pytest.raises(faults.Invalid):
-        layout.parse_grave(grave[:-4])
+        layout.parse_tombstone(grave[:-4])
 
 
 # -------------------------------------------------------------------- the catalog
@@ -160,7 +160,7 @@ class CatalogMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.catalog = Catalog()
+        self.catalog = SegmentIndex()
         self.truth: dict[str, dict[Key, int]] = {}
 
     @rule(numbers=st.sets(st.integers(0, 12), min_size=1, max_size=5), dead=st.integers(0, 31))
@@ -172,9 +172,11 @@ class CatalogMachine(RuleBasedStateMachine):
         footer, nbytes = footer_of(keys)
         parsed = layout.parse_footer(footer, nbytes)
         segment = Segment(name, parsed, etag="", modified_s=0.0, own=True)
-        segment.dead = {3 * n for n in range(len(keys)) if dead >> n & 1}
-        self.catalog.add(segment)
-        self.truth[name] = {key: 3 * n for n, key in enumerate(keys) if 3 * n not in segment.dead}
+        segment.deleted_sectors = {3 * n for n in range(len(keys)) if dead >> n & 1}
+        self.catalog.add_segment(segment)
+        self.truth[name] = {
+            key: 3 * n for n, key in enumerate(keys) if 3 * n not in segment.deleted_sectors
+        }
 
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
@@ -184,13 +186,13 @@ class CatalogMachine(RuleBasedStateMachine):
         alone = self.truth.pop(name)
         for others in self.truth.values():
             alone = {key: page for key, page in alone.items() if key not in others}
-        assert self.catalog.drop(self.catalog.segments[name]) == len(alone)
+        assert self.catalog.remove_segment(self.catalog.segments[name]) == len(alone)
 
     @rule(number=st.integers(0, 12))
     def kill(self, number: int) -> None:
         key = key_of(number)
         holders = {name for name, keys in self.truth.items() if keys.pop(key, None) is not None}
-        assert {segment.name for segment in self.catalog.kill(key)} == holders
+        assert {segment.name for segment in self.catalog.mark_deleted(key)} == holders
 
     @rule(data=st.data(), dead=st.integers(1, 31))
     def bury(self, data: st.DataObject, dead: int) -> None:
@@ -198,7 +200,7 @@ class CatalogMachine(RuleBasedStateMachine):
             return
         name = data.draw(st.sampled_from(sorted(self.truth)))
         pages = {3 * n for n in range(5) if dead >> n & 1}
-        self.catalog.bury(self.catalog.segments[name], pages)
+        self.catalog.apply_tombstone(self.catalog.segments[name], pages)
         keys = self.truth[name]
         self.truth[name] = {key: page for key, page in keys.items() if page not in pages}
 
@@ -207,12 +209,14 @@ class CatalogMachine(RuleBasedStateMachine):
         if self.truth:
             name = data.draw(st.sampled_from(sorted(self.truth)))
             self.catalog.touch(self.catalog.segments[name])
-            assert list(self.catalog.coldest())[-1].name == name
+            assert list(self.catalog.lru_order())[-1].name == name
 
     @invariant()
     def every_key_is_found_in_the_first_segment_that_holds_it(self) -> None:
-        self.catalog.check()
-        listed = dict(row for each in self.catalog.hottest() for row in self.catalog.blocks(each))
+        self.catalog.check_invariants()
+        listed = dict(
+            row for each in self.catalog.mru_order() for row in self.catalog.blocks_of(each)
+        )
         for number in range(13):
             key = key_of(number)
             holders = [name for name, keys in self.truth.items() if key in keys]
@@ -330,7 +334,7 @@ def test_no_more_uploads_run_than_allowed_and_those_who_wait_are_joined() -> Non
             time.sleep(0.001)
         with ThreadPoolExecutor(1) as more:
             rest = more.submit(write_all, packer, 6)
-            while packer._inside < 7:
+            while packer._writers_inside < 7:
                 time.sleep(0.001)
             uploads.go()
             assert rest.result() == [None] * 6
@@ -354,7 +358,9 @@ def test_a_failed_upload_fails_every_writer_with_an_error_of_its_own(error: Tier
 
 def test_several_at_once_answer_in_order_and_one_fault_ends_them() -> None:
     objects = Objects(None, "", 1, 0.0)  # type: ignore[arg-type]
-    assert list(objects.each(lambda number: number * 2, range(50))) == [2 * n for n in range(50)]
+    assert list(objects.map_concurrently(lambda number: number * 2, range(50))) == [
+        2 * n for n in range(50)
+    ]
     asked: list[int] = []
 
     def fail_at_nine(number: int) -> int:
@@ -364,7 +370,7 @@ def test_several_at_once_answer_in_order_and_one_fault_ends_them() -> None:
         time.sleep(0.001 * (number > 9))
         return number
 
-    found = objects.each(fail_at_nine, range(10_000))
+    found = objects.map_concurrently(fail_at_nine, range(10_000))
     with pytest.raises(TierUnavailable):
         list(found)
     before = len(asked)
@@ -455,14 +461,14 @@ def test_a_conditional_put_that_lost_is_no_fault() -> None:
         ({"endpoint": "localhost:1"}, "http://"),
         ({"shards": 0}, "shards"),
         ({"capacity": 5}, "capacity"),
-        ({"grace": 1, "refresh": 1000}, "grace"),
+        ({"gc_grace": 1, "list_interval": 1000}, "gc_grace"),
         ({"bucket": "no such/name"}, "bucket"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_line(changed: dict[str, object], word: str) -> None:
     values = {"bucket": "some-bucket", "endpoint": "http://127.0.0.1:1", **changed}
     with pytest.raises(ConfigError) as caught:
-        s3.open(validated(s3.Config, values, "tiers.0"))
+        s3.open(validate(s3.Config, values, "tiers.0"))
     assert word in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "AKIAONLY" not in str(caught.value)
@@ -472,9 +478,7 @@ def test_secrets_are_never_shown() -> None:
     config = s3.Config(bucket="some-bucket", access_key="AKIA", secret_key="hush")  # type: ignore[arg-type]
     assert "hush" not in repr(config) + str(config.model_dump()) + config.model_dump_json()
     with pytest.raises(ConfigError) as caught:
-        validated(
-            s3.Config, {"bucket": "b", "secret_key": ["hush"], "session_token": {"a": "hush"}}
-        )
+        validate(s3.Config, {"bucket": "b", "secret_key": ["hush"], "session_token": {"a": "hush"}})
     assert "hush" not in str(caught.value)
 
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("boto3")
 
 from s3_rig import FaultProxy, S3Server
-from store_rig import SPACE, hashes, load, loaded_tiers, match, save, spill_to_tiers
+from store_rig import SPACE, flush_to_tiers, hashes, load, loaded_tiers, match, save
 
 import kvstore
 from kvstore.store.store import Store
@@ -39,7 +39,7 @@ def save_blocks(table: dict[str, Any], config: str) -> None:
 def config(tmp_path: Path) -> str:
     """A patient one: the machine that tests may be slow, and a late tier is left alone."""
     path = tmp_path / "kvstore.toml"
-    path.write_text('[limits]\ntier_deadline_ms = "60s"\nbreaker_reset_ms = "100ms"\n')
+    path.write_text('[limits]\ntier_timeout = "60s"\nbreaker_reset = "100ms"\n')
     return str(path)
 
 
@@ -63,13 +63,13 @@ def test_a_service_that_goes_away_cuts_runs_and_comes_back(
         table = s3_server.values(s3_server.new_bucket(), **values)
         with open_store(table, config) as store, store.session(SPACE) as session:
             save(session, hashes(BLOCKS))
-            spill_to_tiers(store)
+            flush_to_tiers(store)
             for code in ("SlowDown", "ExpiredToken", "AccessDenied"):
                 proxy.answer("503 Service Unavailable", code)
                 ticket = load(session, hashes(BLOCKS))
                 assert ticket.slots == []
                 session.release(ticket)
-            assert store.stats()["tiers"]["s3"]["faults_slow_down"] >= 1
+            assert store.stats()["tiers"]["s3"]["errors_slow_down"] >= 1
             proxy.strike("")
             store.clear("l2")
             deadline = 200

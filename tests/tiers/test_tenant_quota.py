@@ -20,12 +20,12 @@ from kvstore.errors import TierFull, TierUnavailable
 from kvstore.testing.faults import Fault, FaultyTier, always
 from kvstore.testing.frames import FrameBuffer
 from kvstore.tiers import disk
-from kvstore.tiers.base import PAGE_BYTES
+from kvstore.tiers.base import IO_ALIGNMENT
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.tenant_quota import TenantQuotas
-from kvstore.tiers.wrappers import Breaker
+from kvstore.tiers.wrappers import CircuitBreaker
 
-FRAME = PAGE_BYTES + 8192
+FRAME = IO_ALIGNMENT + 8192
 WAIT_S = 60.0
 
 
@@ -71,7 +71,7 @@ def test_a_block_larger_than_the_quota_is_refused_and_nothing_is_lost(buffer: Fr
     tier = TenantQuotas(MemoryTier(), {"small": FRAME})
     tier.write(*buffer.fill(key("small", 0), 8192))
     large = FrameBuffer(16384)
-    with pytest.raises(TierFull, match="'small' may have 12 KiB of memory"):
+    with pytest.raises(TierFull, match=r"quota of tenant 'small' in memory \(12 KiB\)"):
         tier.write(*large.fill(key("small", 1), 16384))
     assert tier.contains(keys_of("small", [0, 1])) == [True, False]
 
@@ -146,7 +146,7 @@ def test_what_is_written_while_a_list_is_made_is_counted(buffer: FrameBuffer) ->
     for number in range(3, 9):
         tier.write(*buffer.fill(key("a", number), 8192))
     deadline = time.monotonic() + WAIT_S
-    while tier._news is not None:
+    while tier._changes_since_list is not None:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     assert tier.used_bytes() == {"a": 4 * FRAME}
@@ -175,7 +175,7 @@ def test_a_write_that_hangs_keeps_no_other_tenant_and_no_other_writer(buffer: Fr
 def test_a_tier_that_is_down_forgets_no_account(buffer: FrameBuffer) -> None:
     """A breaker says of every block that it is not there; that is no news of what is used."""
     faulty = FaultyTier(MemoryTier())
-    tier = TenantQuotas(Breaker(faulty, failures=1, reset_s=0.0), {"a": 2 * FRAME})
+    tier = TenantQuotas(CircuitBreaker(faulty, failures=1, reset_s=0.0), {"a": 2 * FRAME})
     for number in range(2):
         tier.write(*buffer.fill(key("a", number), 8192))
     faulty.schedule = always(Fault.REFUSED)
@@ -243,15 +243,15 @@ steps = st.lists(
 @given(steps)
 def test_against_a_plain_model(program: list[tuple[str, str, int, int]]) -> None:
     """Only tenant a has a quota, of so many bytes; blocks are of one to three pages."""
-    quota = 9 * PAGE_BYTES
+    quota = 9 * IO_ALIGNMENT
     tier = TenantQuotas(MemoryTier(), {"a": quota})
     model: dict[str, OrderedDict[Key, int]] = {"a": OrderedDict(), "b": OrderedDict()}
-    mine = FrameBuffer(3 * PAGE_BYTES)
+    mine = FrameBuffer(3 * IO_ALIGNMENT)
     for verb, tenant, number, pages in program:
         held, name = model[tenant], key(tenant, number)
         if verb == "w":
-            nbytes = held.get(name, (1 + pages) * PAGE_BYTES)  # an existing key keeps its block
-            tier.write(*mine.fill(name, nbytes - PAGE_BYTES))
+            nbytes = held.get(name, (1 + pages) * IO_ALIGNMENT)  # an existing key keeps its block
+            tier.write(*mine.fill(name, nbytes - IO_ALIGNMENT))
             held.pop(name, 0)
             while tenant == "a" and sum(held.values()) + nbytes > quota:
                 held.popitem(last=False)
@@ -270,65 +270,70 @@ def test_against_a_plain_model(program: list[tuple[str, str, int, int]]) -> None
 # --- L2 ------------------------------------------------------------------------------------------
 
 
-def brain_of(slots: int, quotas: dict[str, int], tiers: int = 0) -> L2Manager:
-    brain = L2Manager(
-        slots, LRU(), write_policy("write_through"), tiers=tiers, flights_max=4, quotas=quotas
+def manager_of(slots: int, quotas: dict[str, int], tiers: int = 0) -> L2Manager:
+    manager = L2Manager(
+        slots,
+        LRU(),
+        write_policy("write_through"),
+        tiers=tiers,
+        max_loads_per_tier=4,
+        quotas=quotas,
     )
-    brain.add_client(1)
-    return brain
+    manager.add_client(1)
+    return manager
 
 
-def put(brain: L2Manager, tenant: str, *numbers: int) -> int:
+def put(manager: L2Manager, tenant: str, *numbers: int) -> int:
     """Save these; how many found no slot."""
-    answer = brain.admit(1, keys_of(tenant, numbers), 4096)
-    brain.commit(1, [slot for _, slot in answer.grants])
-    brain.check()
+    answer = manager.allocate_save(1, keys_of(tenant, numbers), 4096)
+    manager.commit(1, [slot for _, slot in answer.slot_assignments])
+    manager.check()
     return answer.dropped
 
 
-def held(brain: L2Manager, tenant: str) -> set[int]:
-    return {n for n in range(16) if brain.match([key(tenant, n)], 4096)}
+def held(manager: L2Manager, tenant: str) -> set[int]:
+    return {n for n in range(16) if manager.match([key(tenant, n)], 4096)}
 
 
 def test_l2_a_tenant_over_its_quota_evicts_its_own() -> None:
-    brain = brain_of(6, {"a": 2})
-    put(brain, "b", 0, 1, 2)
-    put(brain, "a", 0, 1)
-    put(brain, "a", 2)
+    manager = manager_of(6, {"a": 2})
+    put(manager, "b", 0, 1, 2)
+    put(manager, "a", 0, 1)
+    put(manager, "a", 2)
     # The deepest block of a run is the coldest: the first save leaves its first block.
-    assert held(brain, "a") == {0, 2}
-    assert held(brain, "b") == {0, 1, 2}
-    assert brain.stats()["slots_free"] == 1, "took a free slot beyond its quota"
-    assert brain.stats()["tenants"] == {"a": 2, "b": 3}
+    assert held(manager, "a") == {0, 2}
+    assert held(manager, "b") == {0, 1, 2}
+    assert manager.stats()["slots_free"] == 1, "took a free slot beyond its quota"
+    assert manager.stats()["tenants"] == {"a": 2, "b": 3}
 
 
 def test_l2_a_run_longer_than_the_quota_keeps_its_head() -> None:
-    brain = brain_of(8, {"*": 3})
-    assert put(brain, "a", 0, 1, 2, 3, 4) == 2
-    assert held(brain, "a") == {0, 1, 2}
-    assert brain.stats()["over_quota"] == 1
-    assert put(brain, "b", 0, 1, 2) == 0
+    manager = manager_of(8, {"*": 3})
+    assert put(manager, "a", 0, 1, 2, 3, 4) == 2
+    assert held(manager, "a") == {0, 1, 2}
+    assert manager.stats()["over_quota"] == 1
+    assert put(manager, "b", 0, 1, 2) == 0
 
 
 def test_l2_what_a_tenant_reads_now_is_not_taken_from_it() -> None:
-    brain = brain_of(8, {"a": 2})
-    put(brain, "a", 0, 1)
-    plan = brain.lease(1, keys_of("a", [0, 1]), 4096, [None, None], "ticket")
+    manager = manager_of(8, {"a": 2})
+    put(manager, "a", 0, 1)
+    plan = manager.lease(1, keys_of("a", [0, 1]), 4096, [None, None], "ticket")
     assert len(plan.ready) == 2
-    assert put(brain, "a", 2) == 1
-    assert held(brain, "a") == {0, 1}
-    brain.release(1, [slot for _, slot in plan.ready])
-    assert put(brain, "a", 2) == 0
-    assert len(held(brain, "a")) == 2
+    assert put(manager, "a", 2) == 1
+    assert held(manager, "a") == {0, 1}
+    manager.release(1, [slot for _, slot in plan.ready])
+    assert put(manager, "a", 2) == 0
+    assert len(held(manager, "a")) == 2
 
 
 def test_l2_loads_and_adopted_blocks_count_too() -> None:
-    brain = brain_of(8, {"a": 1}, tiers=1)
-    plan = brain.lease(1, keys_of("a", [0, 1]), 4096, [0, 0], "ticket")
-    assert len(plan.flights) == 1
+    manager = manager_of(8, {"a": 1}, tiers=1)
+    plan = manager.lease(1, keys_of("a", [0, 1]), 4096, [0, 0], "ticket")
+    assert len(plan.new_loads) == 1
     assert plan.reason == "no free slot"
-    assert brain.adopt(key("a", 2), 4096, 0) is None
-    assert brain.adopt(key("b", 2), 4096, 0) is not None
+    assert manager.reserve_for_warm(key("a", 2), 4096, 0) is None
+    assert manager.reserve_for_warm(key("b", 2), 4096, 0) is not None
 
 
 @settings(max_examples=100, deadline=None)
@@ -341,10 +346,10 @@ def test_l2_loads_and_adopted_blocks_count_too() -> None:
     )
 )
 def test_l2_nobody_ever_has_more_than_its_quota(saves: list[tuple[str, list[int]]]) -> None:
-    brain = brain_of(7, {"a": 2, "*": 3})
+    manager = manager_of(7, {"a": 2, "*": 3})
     for tenant, numbers in saves:
-        put(brain, tenant, *numbers)
+        put(manager, tenant, *numbers)
         for name, most in (("a", 2), ("b", 3), ("c", 3)):
-            assert len(held(brain, name)) <= most
+            assert len(held(manager, name)) <= most
         # Its own blocks are not evicted for a run, so they may be all that the tenant may have.
-        assert numbers[0] in held(brain, tenant) or held(brain, tenant) <= set(numbers)
+        assert numbers[0] in held(manager, tenant) or held(manager, tenant) <= set(numbers)

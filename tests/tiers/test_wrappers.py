@@ -12,9 +12,16 @@ from kvstore.testing.clock import FakeClock
 from kvstore.testing.faults import Fault, FaultyTier, always, in_turn
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.tier_suite import TierSuite
-from kvstore.tiers.base import PAGE_BYTES, Tier
+from kvstore.tiers.base import IO_ALIGNMENT, Tier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrappers import MAX_GROWTH, MAX_RATE_WAIT_S, Breaker, Deadline, RateLimit, Retry
+from kvstore.tiers.wrappers import (
+    MAX_BACKOFF,
+    MAX_RATE_WAIT_S,
+    CallTimeout,
+    CircuitBreaker,
+    RateLimit,
+    Retry,
+)
 
 MIB = 1 << 20
 
@@ -32,7 +39,7 @@ class TestWrapped(TierSuite):
         limited = RateLimit(
             MemoryTier(capacity_bytes), read_bytes_per_s=1e12, write_bytes_per_s=1e12
         )
-        return Breaker(Deadline(Retry(FaultyTier(limited)), 60.0))
+        return CircuitBreaker(CallTimeout(Retry(FaultyTier(limited)), 60.0))
 
 
 class Rig:
@@ -40,11 +47,11 @@ class Rig:
 
     def __init__(self, inner: Tier | None = None, *, failures: int = 3) -> None:
         self.clock = FakeClock()
-        self.buffer = FrameBuffer(PAGE_BYTES)
+        self.buffer = FrameBuffer(IO_ALIGNMENT)
         self.faulty = FaultyTier(inner or MemoryTier(MIB))
         self.faulty.write(*self.buffer.fill(key_of(1), 4000))
-        self.breaker = Breaker(
-            Deadline(self.faulty, 2.0, clock=self.clock),
+        self.breaker = CircuitBreaker(
+            CallTimeout(self.faulty, 2.0, clock=self.clock),
             failures=failures,
             reset_s=10.0,
             clock=self.clock,
@@ -67,23 +74,23 @@ class Rig:
 def test_a_wrapper_has_the_capabilities_of_what_it_wraps() -> None:
     tier = RemoteTier(MIB, name="far")
     tier.workers_read = 7  # type: ignore[misc]
-    outer = Breaker(Deadline(tier, 1.0))
+    outer = CircuitBreaker(CallTimeout(tier, 1.0))
     assert (outer.name, outer.workers_read, outer.local_index) == ("far", 7, False)
-    assert Breaker(MemoryTier(MIB)).local_index is True
+    assert CircuitBreaker(MemoryTier(MIB)).local_index is True
 
 
 def test_failures_in_a_row_take_the_tier_down() -> None:
     rig = Rig()
     rig.fail(2)
-    assert rig.read() == PAGE_BYTES, "a success in between starts the count again"
+    assert rig.read() == IO_ALIGNMENT, "a success in between starts the count again"
     rig.fail(2)
-    assert rig.breaker.up()
+    assert rig.breaker.is_up()
     rig.fail(1)
-    assert not rig.breaker.up()
+    assert not rig.breaker.is_up()
     calls = rig.calls()
     assert rig.breaker.contains([key_of(1), key_of(2)]) == [False, False]
     assert rig.read() == 0
-    with pytest.raises(TierUnavailable, match="is down"):
+    with pytest.raises(TierUnavailable, match="circuit breaker open"):
         rig.breaker.write(*rig.buffer.fill(key_of(2), 100))
     with pytest.raises(TierUnavailable):
         rig.breaker.delete([key_of(1)])
@@ -99,7 +106,7 @@ def test_only_unavailable_counts() -> None:
     rig.faulty.schedule = always(Fault.FULL)
     with pytest.raises(TierFull):
         rig.breaker.write(*rig.buffer.fill(key_of(2), 100))
-    assert rig.breaker.up()
+    assert rig.breaker.is_up()
 
 
 def test_a_probe_decides_and_failed_ones_wait_longer() -> None:
@@ -111,15 +118,15 @@ def test_a_probe_decides_and_failed_ones_wait_longer() -> None:
         assert rig.read() == 0
         rig.clock.advance(0.02)
         rig.fail(1)
-        wait_s = min(2 * wait_s, 10.0 * MAX_GROWTH)
+        wait_s = min(2 * wait_s, 10.0 * MAX_BACKOFF)
     rig.clock.advance(wait_s)
     assert rig.breaker.contains([key_of(1)]) == [True], "a local index proves nothing"
-    assert not rig.breaker.up()
-    assert rig.read() == PAGE_BYTES
-    assert rig.breaker.up()
+    assert not rig.breaker.is_up()
+    assert rig.read() == IO_ALIGNMENT
+    assert rig.breaker.is_up()
     rig.fail(3)
     rig.clock.advance(10.0)
-    assert rig.read() == PAGE_BYTES, "after a good probe the wait is short again"
+    assert rig.read() == IO_ALIGNMENT, "after a good probe the wait is short again"
 
 
 def test_contains_of_a_remote_tier_is_a_probe() -> None:
@@ -128,13 +135,13 @@ def test_contains_of_a_remote_tier_is_a_probe() -> None:
     assert rig.breaker.contains([key_of(1)]) == [False]
     rig.clock.advance(10.0)
     assert rig.breaker.contains([key_of(1)]) == [True]
-    assert rig.breaker.up()
+    assert rig.breaker.is_up()
 
 
 def test_a_hung_call_is_told_and_everything_else_answers_at_once() -> None:
     rig = Rig()
     rig.faulty.schedule = in_turn([Fault.HUNG])
-    mine = FrameBuffer(PAGE_BYTES)
+    mine = FrameBuffer(IO_ALIGNMENT)
     got: list[int] = []
 
     def hang() -> None:
@@ -143,11 +150,11 @@ def test_a_hung_call_is_told_and_everything_else_answers_at_once() -> None:
     thread = threading.Thread(target=hang)
     thread.start()
     assert rig.faulty.wait_hung()
-    assert rig.breaker.overdue() == 0.0
+    assert rig.breaker.overdue_s() == 0.0
     rig.clock.advance(1.9)
-    assert rig.breaker.up()
+    assert rig.breaker.is_up()
     rig.clock.advance(1.1)
-    assert rig.breaker.overdue() == pytest.approx(1.0)
+    assert rig.breaker.overdue_s() == pytest.approx(1.0)
     assert rig.breaker.contains([key_of(1)]) == [False]
     assert rig.read() == 0
     with pytest.raises(TierUnavailable):
@@ -156,11 +163,11 @@ def test_a_hung_call_is_told_and_everything_else_answers_at_once() -> None:
     assert rig.read() == 0, "no probe is sent after a call that still hangs"
     rig.faulty.release()
     thread.join(30)
-    assert got == [PAGE_BYTES], "what came late is right all the same"
-    assert rig.breaker.overdue() == 0.0
-    assert rig.read() == PAGE_BYTES
-    assert rig.breaker.up()
-    assert rig.breaker.stats()["late"] == 1
+    assert got == [IO_ALIGNMENT], "what came late is right all the same"
+    assert rig.breaker.overdue_s() == 0.0
+    assert rig.read() == IO_ALIGNMENT
+    assert rig.breaker.is_up()
+    assert rig.breaker.stats()["deadline_exceeded"] == 1
 
 
 def test_only_one_probe_at_a_time() -> None:
@@ -168,7 +175,7 @@ def test_only_one_probe_at_a_time() -> None:
     rig.fail(3)
     rig.clock.advance(10.0)
     rig.faulty.schedule = in_turn([Fault.HUNG])
-    mine = FrameBuffer(PAGE_BYTES)
+    mine = FrameBuffer(IO_ALIGNMENT)
     thread = threading.Thread(target=lambda: rig.breaker.read(key_of(1), mine.header, mine.payload))
     thread.start()
     assert rig.faulty.wait_hung()
@@ -177,19 +184,19 @@ def test_only_one_probe_at_a_time() -> None:
     assert rig.calls() == calls
     rig.faulty.release()
     thread.join(30)
-    assert rig.read() == PAGE_BYTES
+    assert rig.read() == IO_ALIGNMENT
 
 
 def test_calls_that_end_late_count_as_failures() -> None:
     rig = Rig()
     rig.faulty = FaultyTier(rig.faulty.inner, always(Fault.SLOW), slow_s=3.0, sleep=rig.clock.sleep)
-    breaker = Breaker(
-        Deadline(rig.faulty, 2.0, clock=rig.clock), failures=2, reset_s=10.0, clock=rig.clock
+    breaker = CircuitBreaker(
+        CallTimeout(rig.faulty, 2.0, clock=rig.clock), failures=2, reset_s=10.0, clock=rig.clock
     )
     for _ in range(2):
-        assert breaker.up()
-        assert breaker.read(key_of(1), rig.buffer.header, rig.buffer.payload) == PAGE_BYTES
-    assert not breaker.up()
+        assert breaker.is_up()
+        assert breaker.read(key_of(1), rig.buffer.header, rig.buffer.payload) == IO_ALIGNMENT
+    assert not breaker.is_up()
 
 
 def test_retry_tries_again_and_no_more_than_it_may() -> None:
@@ -197,7 +204,7 @@ def test_retry_tries_again_and_no_more_than_it_may() -> None:
     rig = Rig()
     retry = Retry(rig.faulty, tries=3, wait_s=0.5, sleep=clock.sleep)
     rig.faulty.schedule = in_turn([Fault.REFUSED, Fault.REFUSED, None])
-    assert retry.read(key_of(1), rig.buffer.header, rig.buffer.payload) == PAGE_BYTES
+    assert retry.read(key_of(1), rig.buffer.header, rig.buffer.payload) == IO_ALIGNMENT
     assert clock() == 1.0
     rig.faulty.schedule = always(Fault.REFUSED)
     before = rig.calls()
@@ -235,7 +242,7 @@ def test_a_rate_is_kept_in_each_direction() -> None:
 
 def test_a_read_pays_for_what_it_got_and_not_for_its_buffer() -> None:
     clock = FakeClock()
-    small, large = FrameBuffer(PAGE_BYTES), FrameBuffer(16 * MIB)
+    small, large = FrameBuffer(IO_ALIGNMENT), FrameBuffer(16 * MIB)
     tier = RateLimit(
         MemoryTier(64 * MIB),
         read_bytes_per_s=MIB,
@@ -249,7 +256,7 @@ def test_a_read_pays_for_what_it_got_and_not_for_its_buffer() -> None:
         tier.read(key_of(number), large.header, large.payload)
     assert clock() == 0.0, "waited for bytes that were never read"
     for _ in range(20_000):
-        assert tier.read(key_of(1), small.header, small.payload) == PAGE_BYTES
+        assert tier.read(key_of(1), small.header, small.payload) == IO_ALIGNMENT
     assert clock() > 0.0, "what was read is free"
 
 
@@ -296,7 +303,7 @@ def test_a_transfer_that_would_wait_too_long_is_refused() -> None:
         sleep=clock.sleep,
     )
     tier.write(*buffer.fill(key_of(0), MIB))
-    with pytest.raises(TierUnavailable, match="rate"):
+    with pytest.raises(TierUnavailable, match="bandwidth limit"):
         tier.write(*buffer.fill(key_of(1), MIB))
     assert clock() <= MAX_RATE_WAIT_S
     assert tier.contains([key_of(0), key_of(1)]) == [True, False]
@@ -311,7 +318,7 @@ def test_a_transfer_that_would_wait_too_long_is_refused() -> None:
     ],
 )
 def test_faults_are_what_they_say(fault: Fault, expected: type[TierError]) -> None:
-    buffer = FrameBuffer(PAGE_BYTES)
+    buffer = FrameBuffer(IO_ALIGNMENT)
     faulty = FaultyTier(MemoryTier(MIB), always(fault))
     with pytest.raises(expected):
         faulty.write(*buffer.fill(key_of(1), 100))
@@ -326,9 +333,9 @@ def test_faults_are_what_they_say(fault: Fault, expected: type[TierError]) -> No
 def test_damage_on_purpose_is_seen_by_the_checks(fault: Fault, verb: str) -> None:
     from kvstore.errors import FrameInvalid
 
-    buffer = FrameBuffer(4 * PAGE_BYTES)
+    buffer = FrameBuffer(4 * IO_ALIGNMENT)
     faulty = FaultyTier(MemoryTier(MIB), always(fault, verb))
-    frame = buffer.fill(key_of(1), 4 * PAGE_BYTES)
+    frame = buffer.fill(key_of(1), 4 * IO_ALIGNMENT)
     before = bytes(frame[2])
     faulty.write(*frame)
     assert bytes(frame[2]) == before, "the caller's buffer is not what is damaged"

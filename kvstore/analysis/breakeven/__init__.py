@@ -1,1 +1,1 @@
-"""What `kvstore bench breakeven` is made of: prefill, loads, the comparison, its picture."""
+"""Parts of `kvstore bench breakeven`: prefill, loads, the comparison, its plot."""

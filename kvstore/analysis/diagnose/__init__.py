@@ -1,6 +1,6 @@
-"""Why a prompt does not hit: where two prompts part, what that looks like, what it costs.
+"""Explains why a prompt does not hit: where two prompts differ, the likely cause, and its cost.
 
-`prompts` is what is compared, `content` finds what two texts share anywhere, `values`, `shapes` and
-`tokens` each look for one kind of cause, `compare` puts them together for two prompts and `log` for
-a whole log of requests. Pure functions of texts: no engine, no store, no I/O.
+`prompts` represents prompts and `content` finds text that two prompts share anywhere. `values`,
+`shapes` and `tokens` each detect one kind of cause. `compare` combines them for two prompts, and
+`log` for a log of requests. All are pure functions of texts: no engine, no store, no I/O.
 """

@@ -1,4 +1,4 @@
-"""Two prompts: where they part, what that looks like, what it costs."""
+"""Compares two prompts: where they first differ, the likely cause, and its cost."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.analysis.diagnose.content import shared_after
+from kvstore.analysis.diagnose.diagnosis import Diagnosis, shown
 from kvstore.analysis.diagnose.prompts import Prompt, common_length, common_tokens, reusable_tokens
 from kvstore.analysis.diagnose.shapes import cut, inserted, reordered, replaced, rerendered
 from kvstore.analysis.diagnose.tokens import boundary_moved, partial_block
 from kvstore.analysis.diagnose.values import counter, identifier, timestamp, value
-from kvstore.analysis.diagnose.verdict import Verdict, shown
 
 CONTEXT_CHARS: Final = 30
 
-Classifier = Callable[[str, str, int], Verdict | None]
+Classifier = Callable[[str, str, int], Diagnosis | None]
 
 FORMS: Final[tuple[Classifier, ...]] = (reordered, rerendered)
 VALUES: Final[tuple[Classifier, ...]] = (timestamp, identifier, counter)
 GAPS: Final[tuple[Classifier, ...]] = (cut, inserted)
 CLASSIFIERS: Final = (*FORMS, *GAPS, *VALUES, value, replaced)
-"""In the order they are asked: the first that sees something is right. A gap or another order may
-begin with a number by chance, so numbers come after both."""
+"""Tried in this order; the first result counts. A cut or reordered text can start with a number by
+chance, so the values come after those."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Where prompt `b`, the later one, parts from `a`.
+    """Where a later prompt `b` first differs from `a`.
 
-    char: characters that both have in front; shared: tokens of those; reused: of which full blocks
-    can be reused. lost: tokens of `b` behind the difference that `a` has too, somewhere behind it:
-    what the difference costs each time. part: which message it lies in.
+    char: characters before the difference. shared: tokens of those. reused: tokens of those in full
+    blocks. lost: tokens of `b` after the difference that `a` also has after it, which is the cost
+    of the difference per request. part: name of the message with the difference.
     """
 
     a: Prompt
@@ -42,7 +42,7 @@ class Comparison:
     reused: int
     lost: int
     part: str
-    verdict: Verdict
+    diagnosis: Diagnosis
 
     @property
     def block(self) -> int:
@@ -50,7 +50,7 @@ class Comparison:
         return self.reused // self.block_tokens
 
     def context(self) -> tuple[str, str]:
-        """Text around the difference in both, a mark at the difference."""
+        """Return the text around the difference in both prompts, with a mark at the difference."""
         start = max(0, self.char - CONTEXT_CHARS)
         first, second = (
             repr(
@@ -65,7 +65,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What two prompts have in common; the fields are those of `Comparison`."""
+    """Text that two prompts have in common. The fields are those of `Comparison`."""
 
     char: int
     shared: int
@@ -74,13 +74,13 @@ class Overlap:
 
 
 def overlap(a: Prompt, b: Prompt, block_tokens: int = 16) -> Overlap:
-    """How much of `b` an earlier prompt has, in front and elsewhere."""
+    """Return how much of `b` an earlier prompt has, at the start and elsewhere."""
     char = common_length(a.text, b.text)
-    if apart(a, b):
+    if check_isolation(a, b):
         return Overlap(0, 0, 0, b.tokens_at(char))
     shared = common_tokens(a, b)
     reused = reusable_tokens(shared, b.tokens, block_tokens)
-    chars = shared_after(a.held, b.held, char)
+    chars = shared_after(a.index, b.index, char)
     lost = min(round(chars * b.tokens / max(1, len(b.text))), b.tokens - reused)
     return Overlap(char, shared, reused, lost)
 
@@ -88,29 +88,29 @@ def overlap(a: Prompt, b: Prompt, block_tokens: int = 16) -> Overlap:
 def compare(a: Prompt, b: Prompt, block_tokens: int = 16) -> Comparison:
     """Compare a prompt with an earlier one."""
     same = overlap(a, b, block_tokens)
-    verdict = apart(a, b) or _verdict(a, b, same, block_tokens)
+    diagnosis = check_isolation(a, b) or _diagnose(a, b, same, block_tokens)
     part = b.part_at(same.char)
     return Comparison(
-        a, b, block_tokens, same.char, same.shared, same.reused, same.lost, part, verdict
+        a, b, block_tokens, same.char, same.shared, same.reused, same.lost, part, diagnosis
     )
 
 
-def apart(a: Prompt, b: Prompt) -> Verdict | None:
-    """Blocks of different models, adapters or salts are never shared, whatever the text."""
-    first, second = dict(a.apart), dict(b.apart)
+def check_isolation(a: Prompt, b: Prompt) -> Diagnosis | None:
+    """Detect different models, adapters or salts. Their blocks are never shared."""
+    first, second = dict(a.isolation), dict(b.isolation)
     for name in sorted({*first, *second}):
         if first.get(name, "") != second.get(name, ""):
-            return Verdict(
-                "apart",
+            return Diagnosis(
+                "isolated",
                 f"{name} differs: {shown(first.get(name, ''))} became "
                 f"{shown(second.get(name, ''))}",
-                "Only requests of one model, adapter and cache salt share blocks. Use one salt for "
-                "all who may see one another's timing, and one name for one model.",
+                "Only requests with the same model, adapter and cache salt share blocks. Use one "
+                "salt for all users who may observe each other's timing, and one name per model.",
             )
     return None
 
 
-def _verdict(a: Prompt, b: Prompt, same: Overlap, block_tokens: int) -> Verdict:
+def _diagnose(a: Prompt, b: Prompt, same: Overlap, block_tokens: int) -> Diagnosis:
     char, shared = same.char, same.shared
     ends = min(len(a.text), len(b.text))
     moved = boundary_moved(a, b)
@@ -119,13 +119,15 @@ def _verdict(a: Prompt, b: Prompt, same: Overlap, block_tokens: int) -> Verdict:
         if moved is not None:
             return moved
         if a.text == b.text and partial is None:
-            return Verdict(
-                "same", "the same prompt twice", "Nothing: all but its last block is reused."
+            return Diagnosis(
+                "same",
+                "the same prompt twice",
+                "Nothing to change: all but its last block is reused.",
             )
-        return partial or Verdict(
+        return partial or Diagnosis(
             "continued",
-            "the second goes on where the first ends",
-            "Nothing: this is as it should be.",
+            "the second prompt continues the first",
+            "Nothing to change: this is the ideal case.",
         )
     classifiers = (reordered, *GAPS, replaced) if a.opaque or b.opaque else CLASSIFIERS
     for classify in classifiers:
@@ -136,8 +138,8 @@ def _verdict(a: Prompt, b: Prompt, same: Overlap, block_tokens: int) -> Verdict:
         return moved
     if shared < block_tokens and partial is not None and same.lost == 0:
         return partial
-    return Verdict(
+    return Diagnosis(
         "other",
         "different texts from here on",
-        "If both should share more, put what they share first; otherwise there is nothing to gain.",
+        "If both should share more, put the shared text first. Otherwise nothing can be gained.",
     )

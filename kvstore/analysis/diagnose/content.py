@@ -1,4 +1,4 @@
-"""What two texts share anywhere, by pieces of it: lines and sentences."""
+"""Finds text that two prompts share anywhere, by lines and sentences ("pieces")."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from dataclasses import dataclass
 from typing import Final
 
 PIECE_CHARS: Final = 16
-"""Shorter pieces are alike by chance."""
+"""Minimum length of a piece. Shorter ones are equal by chance."""
 RESYNC_CHARS: Final = 32
-"""So many equal characters in a row are taken for the same text going on."""
+"""Equal characters in a row that count as the same text continuing."""
 WINDOW_CHARS: Final = 2048
-"""How far after a difference the same text is looked for, in both."""
+"""Characters after a difference in which the same text is searched for, in both."""
 FOUND_CHARS: Final = 48
-"""Length of text that is looked for as a whole anywhere behind a difference."""
+"""Length of the text that is searched for as a whole after a difference."""
 
 _PIECE = re.compile(r"[^\n.!?]*(?:[.!?](?=\s)|\n|$|[.!?])\s*")
 
 
 def pieces(text: str, start: int = 0) -> Iterator[str]:
-    """Lines and sentences of the text from `start` on that are long enough to mean something,
-    without the space around them."""
+    """Yield the lines and sentences from `start` on, stripped, that are not too short."""
     for found in _PIECE.finditer(text, start):
         piece = found[0].strip()
         if len(piece) >= PIECE_CHARS:
@@ -31,28 +30,28 @@ def pieces(text: str, start: int = 0) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A text's pieces, in order: where each starts, how long it is, its hash."""
+class TextIndex:
+    """Pieces of a text in order: start, length and hash of each."""
 
     starts: array[int]
     lengths: array[int]
     hashes: array[int]
 
     @classmethod
-    def of(cls, text: str) -> Held:
-        """The pieces of a text."""
-        held = cls(array("I"), array("I"), array("q"))
+    def of(cls, text: str) -> TextIndex:
+        """Index a text."""
+        index = cls(array("I"), array("I"), array("q"))
         for found in _PIECE.finditer(text):
             piece = found[0].strip()
             if len(piece) >= PIECE_CHARS:
-                held.starts.append(found.start())
-                held.lengths.append(len(piece))
-                held.hashes.append(hash(piece))
-        return held
+                index.starts.append(found.start())
+                index.lengths.append(len(piece))
+                index.hashes.append(hash(piece))
+        return index
 
 
-def shared_after(a: Held, b: Held, at: int) -> int:
-    """Characters of `b` behind `at` that `a` has behind `at` too, in whatever order."""
+def shared_after(a: TextIndex, b: TextIndex, at: int) -> int:
+    """Return the characters of `b` after `at` that `a` also has after `at`, in any order."""
     theirs = set(a.hashes[bisect_left(a.starts, at) :])
     start = bisect_left(b.starts, at)
     pairs = zip(b.lengths[start:], b.hashes[start:], strict=True)
@@ -60,8 +59,10 @@ def shared_after(a: Held, b: Held, at: int) -> int:
 
 
 def resync(a: str, b: str, at: int) -> tuple[int, int] | None:
-    """The nearest place behind a difference where both go on alike: (characters of `a`, of `b`) in
-    between; None where there is none near."""
+    """Find the nearest place after a difference where both texts continue alike.
+
+    Returns the characters before it in `a` and in `b`, or None if there is no such place nearby.
+    """
     end = at + WINDOW_CHARS + RESYNC_CHARS
     window_a, window_b = a[at:end], b[at:end]
     places: dict[str, int] = {}
@@ -78,7 +79,7 @@ def resync(a: str, b: str, at: int) -> tuple[int, int] | None:
 
 
 def _same_ends(a: str, b: str) -> tuple[int, int] | None:
-    """As `resync`, where the texts end before that many equal characters: both end alike."""
+    """As `resync`, for texts that end soon: returns where their common ending starts."""
     if len(a) >= WINDOW_CHARS or len(b) >= WINDOW_CHARS:
         return None
     same = 0
@@ -87,8 +88,8 @@ def _same_ends(a: str, b: str) -> tuple[int, int] | None:
     return (len(a) - same, len(b) - same) if same >= min(4, len(a), len(b)) else None
 
 
-def goes_on_at(text: str, other: str, at: int) -> int | None:
-    """Where in `other`, behind `at`, the text goes on as it does from `at`; None: nowhere."""
+def find_continuation(text: str, other: str, at: int) -> int | None:
+    """Return where in `other`, after `at`, the text at `at` occurs. None: nowhere."""
     wanted = text[at : at + FOUND_CHARS]
     if len(wanted.strip()) < PIECE_CHARS:
         return None

@@ -1,9 +1,9 @@
-"""A log of requests: what an endless cache would reuse, and what stands in its way, by cause.
+"""Analyzes a log of requests: the reuse of an unlimited cache, and what prevents more, by cause.
 
-Each request is compared with the earlier one that it shares most text with, wherever the text lies
-in it, found by an index of lines and sentences; what could be reused follows from the earlier one
-with the longest common beginning, its neighbour in sorted order. What a request lost is the
-difference.
+Each request is compared with the earlier request that has most of its text in any position, found
+by an index of lines and sentences. The reusable tokens follow from the earlier request with the
+longest common prefix, its neighbour in sorted order. The difference of the two is what the request
+lost.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kvstore.analysis.diagnose.compare import Comparison, Overlap, compare, over
 from kvstore.analysis.diagnose.prompts import Prompt, common_tokens, reusable_tokens
 
 CANDIDATES: Final = 3
-"""So many earlier requests that share text are looked at closely."""
+"""Number of earlier requests with shared text that are compared in detail."""
 DAY_S: Final = 86_400.0
 MIN_SPAN_S: Final = 60.0
-"""A log of less says nothing about a day."""
+"""Minimum length of a log for figures per day, in seconds."""
 
 
 @dataclass
 class Cause:
-    """All differences of one kind in one part of the prompt. worst: the one that lost most."""
+    """All differences of one kind in one part of the prompt. worst: the most expensive one."""
 
     kind: str
     part: str
@@ -35,7 +35,7 @@ class Cause:
     worst: Comparison | None = None
 
     def add(self, seen: Comparison, lost: int) -> None:
-        """One more request."""
+        """Count one more request."""
         self.requests += 1
         self.tokens += lost
         if self.worst is None or lost > self.worst.lost:
@@ -43,11 +43,11 @@ class Cause:
 
 
 @dataclass
-class LogDoctor:
-    """Takes a log's requests in order; what it found is in its fields, in tokens.
+class LogAnalyzer:
+    """Takes a log's requests in order. The results are in its fields, in tokens.
 
-    tokens: of all prompts. reusable: what full blocks of an endless cache spare. partial: what is
-    shared in front besides, in parts of blocks. lost: what the causes cost.
+    tokens: of all prompts. reusable: in full blocks of an unlimited cache. partial: shared at the
+    start, but in partial blocks. lost: cost of the causes.
     """
 
     block_tokens: int = 16
@@ -55,7 +55,7 @@ class LogDoctor:
     tokens: int = 0
     reusable: int = 0
     partial: int = 0
-    told_tokens: int = 0
+    reported_tokens: int = 0
     cached_tokens: int = 0
     causes: dict[tuple[str, str], Cause] = field(default_factory=dict)
     _prompts: list[Prompt] = field(default_factory=list)
@@ -64,7 +64,7 @@ class LogDoctor:
     _times: list[float] = field(default_factory=list)
 
     def add(self, prompt: Prompt) -> None:
-        """The next request."""
+        """Add the next request."""
         number = self.requests
         near = self._nearest(prompt)
         shared = max((common_tokens(self._prompts[n], prompt) for n in near), default=0)
@@ -73,27 +73,27 @@ class LogDoctor:
         self.tokens += prompt.tokens
         self.reusable += reused
         self.partial += max(0, min(shared, prompt.tokens - 1) - reused)
-        if prompt.told_tokens is not None and prompt.cached_tokens is not None:
-            self.told_tokens += prompt.told_tokens
+        if prompt.prompt_tokens is not None and prompt.cached_tokens is not None:
+            self.reported_tokens += prompt.prompt_tokens
             self.cached_tokens += prompt.cached_tokens
         if prompt.at_s is not None:
             self._times.append(prompt.at_s)
         if prompt.tokens - reused >= self.block_tokens:
-            self._diagnose(prompt, [*near, *self._alike(prompt)], reused)
+            self._diagnose(prompt, [*near, *self._most_similar(prompt)], reused)
         self._keep(prompt, number)
 
     @property
     def lost(self) -> int:
-        """Tokens computed again although an earlier prompt had them."""
+        """Return the tokens computed again although an earlier prompt had them."""
         return sum(cause.tokens for cause in self.causes.values())
 
     @property
     def span_s(self) -> float:
-        """Seconds from the first request to the last; 0.0 where the log does not say."""
+        """Return the seconds from the first request to the last. 0.0: the log has no times."""
         return max(self._times) - min(self._times) if len(self._times) == self.requests > 0 else 0.0
 
     def per_day(self, tokens: int, requests_per_day: float | None = None) -> float | None:
-        """Tokens a day, from the rate given or the log's own; None where neither is known."""
+        """Return tokens per day, by the given rate or the log's own. None: neither is known."""
         if requests_per_day is None:
             if self.span_s < MIN_SPAN_S:
                 return None
@@ -101,19 +101,19 @@ class LogDoctor:
         return tokens / max(1, self.requests) * requests_per_day
 
     def worst_first(self) -> list[Cause]:
-        """The causes, the dearest first."""
+        """Return the causes, the most expensive first."""
         return sorted(self.causes.values(), key=lambda cause: -cause.tokens)
 
     def _nearest(self, prompt: Prompt) -> list[int]:
-        """The earlier requests with the longest common beginning: neighbours in sorted order."""
-        row = self._sorted.get(self._drawer(prompt), [])
+        """Return the requests with the longest common prefix: neighbours in sorted order."""
+        row = self._sorted.get(self._isolation_key(prompt), [])
         place = bisect.bisect_left(row, (prompt.key, self.requests))
         return [row[n][1] for n in (place - 1, place) if 0 <= n < len(row)]
 
-    def _alike(self, prompt: Prompt) -> list[int]:
-        """Earlier requests that have most of its pieces, most first; later ones before others."""
+    def _most_similar(self, prompt: Prompt) -> list[int]:
+        """Return the earlier requests with most of its pieces. Of equal ones, the later first."""
         weights: Counter[int] = Counter()
-        for piece, length in zip(prompt.held.hashes, prompt.held.lengths, strict=True):
+        for piece, length in zip(prompt.index.hashes, prompt.index.lengths, strict=True):
             earlier = self._last.get(piece)
             if earlier is not None:
                 weights[earlier] += length
@@ -121,7 +121,7 @@ class LogDoctor:
         return ranked[:CANDIDATES]
 
     def _diagnose(self, prompt: Prompt, candidates: Sequence[int], reused: int) -> None:
-        """Find what keeps the request from reusing what earlier ones have."""
+        """Find what prevents the request from reusing blocks of earlier ones."""
         best, earlier = Overlap(0, 0, 0, 0), -1
         for number in dict.fromkeys(candidates):
             seen = overlap(self._prompts[number], prompt, self.block_tokens)
@@ -130,15 +130,16 @@ class LogDoctor:
         lost = best.reused + best.lost - reused
         if lost >= self.block_tokens:
             found = compare(self._prompts[earlier], prompt, self.block_tokens)
-            key = (found.verdict.kind, found.part)
+            key = (found.diagnosis.kind, found.part)
             self.causes.setdefault(key, Cause(*key)).add(found, lost)
 
     def _keep(self, prompt: Prompt, number: int) -> None:
         self._prompts.append(prompt)
-        for piece in prompt.held.hashes:
+        for piece in prompt.index.hashes:
             self._last[piece] = number
-        bisect.insort(self._sorted.setdefault(self._drawer(prompt), []), (prompt.key, number))
+        row = self._sorted.setdefault(self._isolation_key(prompt), [])
+        bisect.insort(row, (prompt.key, number))
 
     @staticmethod
-    def _drawer(prompt: Prompt) -> tuple[object, bool]:
-        return prompt.apart, prompt.ids is None
+    def _isolation_key(prompt: Prompt) -> tuple[object, bool]:
+        return prompt.isolation, prompt.ids is None

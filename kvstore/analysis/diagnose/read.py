@@ -1,13 +1,13 @@
-"""Prompts out of texts, of OpenAI's requests and of logs of them.
+"""Reads prompts from texts, from OpenAI requests and from logs of such requests.
 
-A log has one JSON object a line: a request's body, or an object that holds it under `body`,
-`request` or `params`. Beside it or in it:
+A log has one JSON object per line: a request's body, or an object with the body under `body`,
+`request` or `params`. These fields can be beside the body or in it:
 
     timestamp    when it was sent: seconds or milliseconds since 1970, or ISO 8601
-    usage        what the server answered (also under `response`): prompt_tokens, cached tokens
-    model, cache_salt, lora, tenant    what keeps requests apart
+    usage        the server's figures (also under `response`): prompt_tokens, cached tokens
+    model, cache_salt, lora, tenant    what isolates requests from each other
 
-Our own form is the same with `tokens` (token ids) instead of `messages` or `prompt`.
+kvstore's own form is the same, with `tokens` (token ids) instead of `messages` or `prompt`.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from kvstore.analysis.diagnose.prompts import Prompt, tokenised
+from kvstore.analysis.diagnose.prompts import Prompt, clean_tokens
 from kvstore.errors import ConfigError
 
 LINE_CHARS_MAX: Final = 64 << 20
 FILE_BYTES_MAX: Final = 256 << 20
-"""Largest file that is read as one prompt."""
+"""Maximum size of a file that is read as one prompt."""
 FILE_ENDINGS: Final = (".json", ".jsonl", ".txt", ".md")
-"""One word that ends so names a file, and a missing one is a mistake, not a prompt."""
+"""A word with one of these suffixes names a file. If the file is missing, that is an error."""
 OPAQUE_LINE: Final = 16
-"""Token ids without a tokenizer are written as lines that end where an id divides by this: lines
-then begin and end with the content, wherever in the prompt it is."""
+"""Token ids without a tokenizer are written as lines. A line ends at an id divisible by this, so
+that equal content gives equal lines anywhere in a prompt."""
 
 Parts = tuple[tuple[str, int], ...]
 
 _BODIES = ("messages", "prompt", "tokens", "prompt_token_ids")
 _HOLDERS = ("body", "request", "params")
-_APART = ("model", "cache_salt", "lora", "tenant")
+_ISOLATION = ("model", "cache_salt", "lora", "tenant")
 _TIMES = ("timestamp", "time", "ts", "created_at", "created")
 
 
 class Tokenizing(Protocol):
-    """What is needed of a tokenizer (`engine.tokenizer.Tokenizer` has it)."""
+    """The required part of a tokenizer (`engine.tokenizer.Tokenizer` has it)."""
 
     @property
     def facts(self) -> Any: ...
@@ -49,20 +49,20 @@ class Tokenizing(Protocol):
 
 
 class Reader:
-    """Makes prompts. tokenizer: of the model; None: texts only."""
+    """Makes prompts. tokenizer: of the model. None: estimate tokens from text."""
 
     def __init__(self, tokenizer: Tokenizing | None = None) -> None:
         self._tokenizer = tokenizer
 
     def text(self, text: str, where: str) -> Prompt:
-        """A plain prompt."""
+        """Return a plain prompt."""
         return self._made(text, (("prompt", 0),), {"where": where}, special=True)
 
     def argument(self, given: str) -> Prompt:
-        """A prompt from the command line: a file (a text, or a request as JSON), or the text.
+        """Return a prompt from the command line: a file (text or a JSON request), or the text.
 
         Raises:
-            ConfigError: a file that is missing or cannot be read; a request without one prompt.
+            ConfigError: the file is missing or cannot be read, or has not exactly one prompt.
         """
         path = Path(given)
         try:
@@ -72,11 +72,14 @@ class Reader:
         if not there:
             names_file = given.startswith(("/", "./", "../")) or given.endswith(FILE_ENDINGS)
             if names_file and not any(map(str.isspace, given)):
-                raise ConfigError(f"no file {given!r}; a file or the prompt's text is right")
+                raise ConfigError(f"file {given!r} not found; give a file or the prompt's text")
             return self.text(given, "text")
         try:
             if path.stat().st_size > FILE_BYTES_MAX:
-                raise ConfigError(f"{given!r} has over {FILE_BYTES_MAX:,} bytes; is it a log?")
+                raise ConfigError(
+                    f"{given!r} is larger than {FILE_BYTES_MAX:,} bytes; "
+                    "use kvstore doctor log for a log"
+                )
             text = path.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read {given!r}: {error}") from None
@@ -89,14 +92,14 @@ class Reader:
                 found = self.request(row, given)
                 if len(found) == 1:
                     return found[0]
-                raise ConfigError(f"{given!r} holds {len(found)} prompts; one is right")
+                raise ConfigError(f"{given!r} must have exactly one prompt (got {len(found)})")
         return self.text(text, given)
 
     def log(self, path: Path) -> Iterator[Prompt]:
-        """The prompts of a log, in its order.
+        """Yield the prompts of a log in order.
 
         Raises:
-            ConfigError: the file cannot be read; a line that holds no request.
+            ConfigError: the file cannot be read, or a line is not a request.
         """
         try:
             with path.open(encoding="utf-8") as lines:
@@ -104,36 +107,38 @@ class Reader:
                     if line.strip():
                         yield from self._line(line, f"line {number}", path)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read a log from {str(path)!r}: {error}") from None
+            raise ConfigError(f"cannot read log {str(path)!r}: {error}") from None
 
     def _line(self, line: str, where: str, path: Path) -> list[Prompt]:
-        wanted = 'a request like {"messages": [...]} or {"prompt": "..."} is right'
+        wanted = 'expected a request like {"messages": [...]} or {"prompt": "..."}'
         if len(line) > LINE_CHARS_MAX:
-            raise ConfigError(f"{where} of {str(path)!r} has over {LINE_CHARS_MAX:,} characters")
+            raise ConfigError(
+                f"{where} of {str(path)!r} is longer than {LINE_CHARS_MAX:,} characters"
+            )
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
-            raise ConfigError(f"{where} of {str(path)!r} is no JSON; {wanted}") from None
+            raise ConfigError(f"{where} of {str(path)!r} is invalid JSON; {wanted}") from None
         if not isinstance(row, dict) or _body(row) is None:
-            raise ConfigError(f"{where} of {str(path)!r} is no request; {wanted}")
+            raise ConfigError(f"{where} of {str(path)!r} is not a request; {wanted}")
         try:
             return self.request(row, where)
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"{where} of {str(path)!r}: {error}; {wanted}") from None
 
     def request(self, row: Mapping[str, Any], where: str) -> list[Prompt]:
-        """The prompts of one request; several where the completions API was given several."""
+        """Return the prompts of one request. The completions API allows several."""
         body = _body(row)
         assert body is not None
         fields = {
             "where": where,
-            "apart": tuple(
+            "isolation": tuple(
                 (name, str(value))
-                for name in _APART
+                for name in _ISOLATION
                 if (value := body.get(name) or row.get(name)) is not None
             ),
             "at_s": _time(row) if _time(row) is not None else _time(body),
-            **_told(row),
+            **_reported(row),
         }
         if body.get("messages") is not None:
             return [self._chat(body, fields)]
@@ -141,7 +146,7 @@ class Reader:
         if isinstance(given, str):
             return [self._made(given, (("prompt", 0),), fields, special=True)]
         if not isinstance(given, list):
-            raise ConfigError(f"{where}: a prompt is text or token ids, not {given!r:.40}")
+            raise ConfigError(f"{where}: a prompt must be text or token ids (got {given!r:.40})")
         if given and isinstance(given[0], int):
             return [self._ids(given, fields)]
         return [
@@ -152,8 +157,8 @@ class Reader:
         ]
 
     def _chat(self, body: Mapping[str, Any], fields: dict[str, Any]) -> Prompt:
-        """A conversation. Tools are put in front of it, where templates have them; a model's own
-        template is used where the tokenizer brings one, else `role: content`."""
+        """Return a conversation as text. Tools come first, as in templates. Uses the tokenizer's
+        chat template if it has one, else `role: content`."""
         messages = [_plain(message) for message in body["messages"]]
         tools = "".join(json.dumps(tool) + "\n" for tool in body.get("tools") or ())
         parts = [("tools", 0)] if tools else []
@@ -183,12 +188,12 @@ class Reader:
     ) -> Prompt:
         if self._tokenizer is None:
             return Prompt(text, parts, **fields)
-        ids, ends = tokenised(*self._tokenizer.encode_spans(text, special=special))
+        ids, ends = clean_tokens(*self._tokenizer.encode_spans(text, special=special))
         return Prompt(text, parts, ids, ends, **fields)
 
     def _ids(self, given: list[int], fields: dict[str, Any]) -> Prompt:
         if not all(type(token) is int and 0 <= token < 1 << 32 for token in given):
-            raise ConfigError(f"{fields['where']}: a token id is none: an integer from 0 is right")
+            raise ConfigError(f"{fields['where']}: token ids must be integers from 0 to 2^32 - 1")
         if self._tokenizer is None:
             words = [f"{token}\n" if token % OPAQUE_LINE == 0 else f"{token} " for token in given]
         else:
@@ -198,12 +203,12 @@ class Reader:
             at += len(word)
             ends.append(at)
         opaque = self._tokenizer is None
-        kept = tokenised(given, ends)
+        kept = clean_tokens(given, ends)
         return Prompt("".join(words), (("prompt", 0),), *kept, opaque=opaque, **fields)
 
 
 def _body(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The part of a log's object that is the request."""
+    """Return the part of a log's object that is the request."""
     for found in (row, *(row.get(name) for name in _HOLDERS)):
         if isinstance(found, Mapping) and any(found.get(name) is not None for name in _BODIES):
             return found
@@ -215,7 +220,7 @@ def _name(message: Mapping[str, Any], number: int) -> str:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, str]:
-    """A message with its content as one text; what is no text stands there as JSON."""
+    """Return a message with its content as one text. Content that is not text becomes JSON."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(
@@ -231,7 +236,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _time(row: Mapping[str, Any]) -> float | None:
-    """Seconds; numbers over 1e11 are milliseconds (seconds would be in the year 5138)."""
+    """Return seconds. Numbers over 1e11 are milliseconds (seconds would be in the year 5138)."""
     for name in _TIMES:
         value = row.get(name)
         if isinstance(value, bool) or value is None:
@@ -246,8 +251,8 @@ def _time(row: Mapping[str, Any]) -> float | None:
     return None
 
 
-def _told(row: Mapping[str, Any]) -> dict[str, int | None]:
-    """What the server said of tokens."""
+def _reported(row: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return the token counts that the server reported."""
     usage: Any = row.get("usage")
     for name in ("response", "body"):
         inner = row.get(name)
@@ -260,6 +265,6 @@ def _told(row: Mapping[str, Any]) -> dict[str, int | None]:
     cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
     prompt = usage.get("prompt_tokens")
     return {
-        "told_tokens": prompt if isinstance(prompt, int) else None,
+        "prompt_tokens": prompt if isinstance(prompt, int) else None,
         "cached_tokens": cached if isinstance(cached, int) else None,
     }

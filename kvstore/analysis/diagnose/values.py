@@ -1,7 +1,7 @@
-"""Values that change from request to request: a time, an id, a number, anything else.
+"""Detects values that change from request to request: a time, an id, a number, or others.
 
-Each function takes two texts and the first place where they differ (`at`), and says what it sees
-there, or None.
+Each function takes two texts and the position of the first difference (`at`). It returns a
+diagnosis, or None if it does not apply.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import re
 from typing import Final
 
 from kvstore.analysis.diagnose.content import resync
-from kvstore.analysis.diagnose.verdict import Verdict, shown
+from kvstore.analysis.diagnose.diagnosis import Diagnosis, shown
 
 LOOK_BACK: Final = 80
-"""A value that differs begins at most so far before its first different character."""
+"""Maximum characters before the first difference at which a changed value can start."""
 VALUE_CHARS: Final = 200
-"""A longer difference is no value, but another text."""
+"""Maximum length of a changed value. A longer difference is another text."""
 ID_CHARS: Final = 8
-"""Fewer letters and digits are a word or a number."""
+"""Minimum length of an id. Anything shorter is a word or a number."""
 SHOWN_BACK: Final = 24
-"""How much of a value before its difference is shown."""
+"""Characters of a value shown before the difference."""
 
 _MONTH = (
     r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?"
@@ -47,21 +47,21 @@ _NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])|\d+")
 _WORD = re.compile(r"[A-Za-z0-9_\-]+")
 _UUID = re.compile(r"[0-9a-fA-F]{8}-?(?:[0-9a-fA-F]{4}-?){3}[0-9a-fA-F]{12}")
 
-LAST = "Put it at the end of the prompt, behind everything that is shared"
+LAST = "Put it at the end of the prompt, after all shared text"
 
 
-def timestamp(a: str, b: str, at: int) -> Verdict | None:
-    """A date, a time of day, or seconds since 1970."""
+def timestamp(a: str, b: str, at: int) -> Diagnosis | None:
+    """Detect a date, a time of day, or seconds since 1970."""
     for pattern in (_TIMESTAMP, _EPOCH):
         pair = _pair(pattern, a, b, at)
         if pair is not None:
             clock = ":" in pair[0] or pattern is _EPOCH
             rest = (
-                ", or leave out the time of day and write the date only: it then changes once a day"
+                ", or write only the date without the time: it then changes once a day"
                 if clock
-                else ": with it in front every prompt is new each day"
+                else ": at the start it makes every prompt new each day"
             )
-            return Verdict(
+            return Diagnosis(
                 "timestamp",
                 f"a {'time' if clock else 'date'}: {shown(pair[0])} became {shown(pair[1])}",
                 LAST + rest + ".",
@@ -69,47 +69,46 @@ def timestamp(a: str, b: str, at: int) -> Verdict | None:
     return None
 
 
-def identifier(a: str, b: str, at: int) -> Verdict | None:
-    """A UUID, a hexadecimal digest, a request or session id."""
+def identifier(a: str, b: str, at: int) -> Diagnosis | None:
+    """Detect a UUID, a hexadecimal digest, a request or session id."""
     pair = _pair(_WORD, a, b, at)
     if pair is None or not all(map(_looks_random, pair)):
         return None
-    return Verdict(
+    return Diagnosis(
         "id",
         f"an id: {shown(pair[0])} became {shown(pair[1])}",
-        f"{LAST}, or leave it out of the prompt: the model seldom needs an id of the request, the "
-        "session or the user.",
+        f"{LAST}, or remove it: the model rarely needs the id of a request, session or user.",
     )
 
 
-def counter(a: str, b: str, at: int) -> Verdict | None:
-    """A number: a turn, a page, a count of tokens left."""
+def counter(a: str, b: str, at: int) -> Diagnosis | None:
+    """Detect a number: a turn, a page, a count of remaining tokens."""
     pair = _pair(_NUMBER, a, b, at)
     if pair is None:
         return None
-    return Verdict(
+    return Diagnosis(
         "counter",
-        f"a number that changes: {shown(pair[0])} became {shown(pair[1])}",
-        f"{LAST}, or leave the number out.",
+        f"a number that changed: {shown(pair[0])} became {shown(pair[1])}",
+        f"{LAST}, or remove it.",
     )
 
 
-def value(a: str, b: str, at: int) -> Verdict | None:
-    """Something short that differs within text that otherwise goes on alike: a name, a setting."""
+def value(a: str, b: str, at: int) -> Diagnosis | None:
+    """Detect a short difference in otherwise equal text: a name, a setting."""
     gap = resync(a, b, at)
     if gap is None or max(gap) > VALUE_CHARS or not all(gap):
         return None
     start = _word_start(a, at)
-    return Verdict(
+    return Diagnosis(
         "value",
-        f"a value that differs: {shown(a[start : at + gap[0]])} became "
+        f"a value that changed: {shown(a[start : at + gap[0]])} became "
         f"{shown(b[start : at + gap[1]])}",
-        f"{LAST}: what differs between users or requests comes last, what all have comes first.",
+        f"{LAST}: put common text first, and text that differs by user or request last.",
     )
 
 
 def _pair(pattern: re.Pattern[str], a: str, b: str, at: int) -> tuple[str, str] | None:
-    """The pattern's matches that begin at one place in both texts and hold the difference."""
+    """Return the two matches that start at the same place and contain the difference."""
     found_a, found_b = _around(pattern, a, at), _around(pattern, b, at)
     if found_a is None or found_b is None or found_a[0] != found_b[0]:
         return None
@@ -117,8 +116,8 @@ def _pair(pattern: re.Pattern[str], a: str, b: str, at: int) -> tuple[str, str] 
 
 
 def _around(pattern: re.Pattern[str], text: str, at: int) -> tuple[int, str] | None:
-    """(start, text) of the match that the place lies in or ends."""
-    # From a gap between words on, so that no match begins inside one.
+    """Return (start, text) of the match that contains the position or ends there."""
+    # Start at a gap between words, so that no match begins inside a word.
     start = max(0, at - LOOK_BACK)
     while start > 0 and not text[start - 1].isspace() and start > at - 2 * LOOK_BACK:
         start -= 1
@@ -131,7 +130,7 @@ def _around(pattern: re.Pattern[str], text: str, at: int) -> tuple[int, str] | N
 
 
 def _looks_random(word: str) -> bool:
-    """Whether no person would write this word: a UUID, or letters and digits well mixed."""
+    """Return whether a word looks random: a UUID, or letters and digits mixed."""
     if _UUID.fullmatch(word):
         return True
     if len(word) < ID_CHARS:
@@ -143,7 +142,7 @@ def _looks_random(word: str) -> bool:
 
 
 def _word_start(text: str, at: int) -> int:
-    """Where the word that the place lies in begins."""
+    """Return the start of the word at this position."""
     start = at
     while start > max(0, at - SHOWN_BACK) and not text[start - 1].isspace():
         start -= 1

@@ -1,1 +1,1 @@
-"""What `kvstore bench serve` is made of: workloads, one endpoint, the run, its summary."""
+"""Parts of `kvstore bench serve`: workloads, one endpoint, the run, its summary."""

@@ -1,4 +1,4 @@
-"""One OpenAI-compatible server, asked by streaming calls whose every wait has a bound."""
+"""One OpenAI-compatible server, called with streaming requests. Every wait has a timeout."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvstore.analysis.loadgen.workloads import Message
 from kvstore.errors import ConfigError, KVStoreError
 
 CONNECT_S: Final = 10.0
-"""Longest wait for a connection."""
+"""Maximum seconds to connect."""
 LINE_BYTES_MAX: Final = 1 << 20
-"""Longest line of a stream."""
+"""Maximum length of a line of a stream."""
 REASON_BYTES: Final = 300
-"""How much of a refusal's text is kept."""
+"""Maximum length of an error text that is kept."""
 APIS: Final = ("chat", "completions")
 
 
 class EndpointUnusable(KVStoreError):
-    """The server does not answer as an OpenAI-compatible one does."""
+    """The server does not respond like an OpenAI-compatible server."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a server says of one request. cached_tokens: None where it does not say."""
+    """A server's usage figures for one request. cached_tokens: None if not reported."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -38,10 +38,11 @@ class Usage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One request that has ended.
+    """Result of one request.
 
-    fault: "" for a whole answer, else its kind in a word or two, and detail what was said.
-    ttft_s: from sending to the first token; latency_s: to the end. usage: None where not told.
+    fault: "" for a complete response, else the kind of failure. detail: the error text. ttft_s:
+    seconds from sending to the first token. latency_s: seconds to the end. usage: None if not
+    reported.
     """
 
     workload: str
@@ -56,33 +57,34 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Options:
-    """How to ask. silence_s: longest silence of a stream; request_s: longest request."""
+    """Request options. idle_timeout_s: maximum time between two parts of a stream.
+    request_timeout_s: maximum time of a request."""
 
     model: str = ""
     api: str = "chat"
     max_tokens: int = 32
     ignore_eos: bool = False
-    silence_s: float = 30.0
-    request_s: float = 300.0
+    idle_timeout_s: float = 30.0
+    request_timeout_s: float = 300.0
     api_key: str = ""
     headers: dict[str, str] = field(default_factory=dict)
 
 
 class _Fault(Exception):
-    """A request that failed: its kind, and what was said."""
+    """A failed request: kind and error text."""
 
 
 class Endpoint:
     """A server at `url`, which ends in the API's version (http://host:8000/v1). Thread-safe.
 
-    Raises ConfigError: the URL is none, or an unknown API.
+    Raises ConfigError: the URL is invalid, or the API is unknown.
     """
 
     def __init__(self, url: str, options: Options, connections: int = 1) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is no URL of a server; http://127.0.0.1:8000/v1 is right")
+            raise ConfigError(f"invalid server URL {url!r}: use one like http://127.0.0.1:8000/v1")
         if options.api not in APIS:
-            raise ConfigError(f"unknown API {options.api!r}; one of {', '.join(APIS)} is right")
+            raise ConfigError(f"unknown API {options.api!r}; use {' or '.join(APIS)}")
         self.url = url.rstrip("/")
         self.options = options
         headers = dict(options.headers)
@@ -90,19 +92,21 @@ class Endpoint:
             headers["Authorization"] = f"Bearer {options.api_key}"
         self._client = httpx.Client(
             headers=headers,
-            timeout=httpx.Timeout(options.silence_s, connect=min(CONNECT_S, options.silence_s)),
+            timeout=httpx.Timeout(
+                options.idle_timeout_s, connect=min(CONNECT_S, options.idle_timeout_s)
+            ),
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
             trust_env=False,
         )
 
     def close(self) -> None:
-        """Ends what is under way, too."""
+        """Close the connections. Requests in progress fail."""
         self._client.close()
 
     def models(self) -> list[dict[str, Any]]:
-        """What the server offers, the default first.
+        """Return the server's models, the default first.
 
-        Raises EndpointUnusable: no answer, a refusal, or an answer of another kind.
+        Raises EndpointUnusable: no response, an error response, or an invalid one.
         """
         url = f"{self.url}/models"
         try:
@@ -110,16 +114,18 @@ class Endpoint:
         except httpx.HTTPError as error:
             raise EndpointUnusable(f"no server at {url}: {_words(error)}") from None
         if answer.status_code != 200:
-            raise EndpointUnusable(f"{url} answers {answer.status_code}: {_reason(answer.content)}")
+            raise EndpointUnusable(
+                f"{url} returned {answer.status_code}: {_reason(answer.content)}"
+            )
         try:
             found = [dict(model) for model in answer.json()["data"]]
             if all(isinstance(model["id"], str) for model in found) and found:
                 return found
         except (ValueError, KeyError, TypeError):
             pass
-        raise EndpointUnusable(f"{url} lists no models; is this the API's address (.../v1)?")
+        raise EndpointUnusable(f"{url} lists no models; check that the URL ends in /v1")
 
-    def ask(
+    def send(
         self,
         messages: Sequence[Message],
         *,
@@ -127,24 +133,24 @@ class Endpoint:
         temperature: float = 0.0,
         max_tokens: int | None = None,
     ) -> Outcome:
-        """One streamed request; what goes wrong is in the outcome."""
+        """Send one streaming request. A failure is in the outcome."""
         start_s = time.perf_counter()
         seen = _Seen(start_s)
         fault = detail = ""
         try:
             for part in self._parts(self._body(messages, temperature, max_tokens), start_s):
-                seen.take(part)
+                seen.add(part)
             if seen.ttft_s is None:
-                raise _Fault("no tokens", "the stream ended without one")
+                raise _Fault("no tokens", "the stream ended before the first token")
         except _Fault as error:
             fault, detail = error.args
         except httpx.ConnectError as error:
             fault, detail = "unreachable", _words(error)
         except httpx.TimeoutException as error:
             fault = "stalled"
-            detail = f"{_words(error)} after {self.options.silence_s:g} s of silence"
+            detail = f"{_words(error)} after {self.options.idle_timeout_s:g} s without data"
         except (httpx.HTTPError, httpx.StreamError, RuntimeError) as error:
-            # RuntimeError: the client was closed under the call, at the run's end.
+            # RuntimeError: the client was closed during the call, at the end of the run.
             fault, detail = "cut off", _words(error)
         return Outcome(
             workload,
@@ -176,7 +182,7 @@ class Endpoint:
         return body
 
     def _parts(self, body: dict[str, Any], start_s: float) -> Iterator[dict[str, Any]]:
-        """The events of one answer, up to its mark of the end."""
+        """Yield the events of one response, up to its end marker."""
         path = "chat/completions" if self.options.api == "chat" else "completions"
         with self._client.stream("POST", f"{self.url}/{path}", json=body) as answer:
             if answer.status_code != 200:
@@ -191,30 +197,30 @@ class Endpoint:
                 try:
                     part = json.loads(data)
                 except ValueError:
-                    raise _Fault("no event stream", repr(data[:80])) from None
+                    raise _Fault("invalid event stream", repr(data[:80])) from None
                 if not isinstance(part, dict):
-                    raise _Fault("no event stream", repr(data[:80]))
+                    raise _Fault("invalid event stream", repr(data[:80]))
                 if part.get("error"):
-                    raise _Fault("failed in the stream", _message(part))
+                    raise _Fault("error in stream", _message(part))
                 yield part
-        raise _Fault("cut off", "the stream ended before its [DONE]")
+        raise _Fault("cut off", "the stream ended before [DONE]")
 
     def _lines(self, answer: httpx.Response, start_s: float) -> Iterator[bytes]:
-        """Lines as they come; a fault when the whole takes too long."""
-        held = b""
+        """Yield lines as they arrive. Raises _Fault after request_timeout_s."""
+        pending = b""
         for data in answer.iter_bytes():
-            if time.perf_counter() - start_s > self.options.request_s:
-                raise _Fault("too slow", f"not done after {self.options.request_s:g} s")
-            *lines, held = (held + data).split(b"\n")
+            if time.perf_counter() - start_s > self.options.request_timeout_s:
+                raise _Fault("too slow", f"not done after {self.options.request_timeout_s:g} s")
+            *lines, pending = (pending + data).split(b"\n")
             yield from lines
-            if len(held) > LINE_BYTES_MAX:
-                raise _Fault("no event stream", f"a line of more than {LINE_BYTES_MAX:,} bytes")
-        if held:
-            yield held
+            if len(pending) > LINE_BYTES_MAX:
+                raise _Fault("invalid event stream", f"line longer than {LINE_BYTES_MAX:,} bytes")
+        if pending:
+            yield pending
 
 
 class _Seen:
-    """What the events of one answer amount to."""
+    """Text, first token time and usage from the events of one response."""
 
     def __init__(self, start_s: float) -> None:
         self._start_s = start_s
@@ -222,14 +228,14 @@ class _Seen:
         self.text = ""
         self.usage: Usage | None = None
 
-    def take(self, part: dict[str, Any]) -> None:
+    def add(self, part: dict[str, Any]) -> None:
         for choice in part.get("choices") or ():
             delta = choice.get("delta")
             if delta is None:
                 token, text = True, choice.get("text") or ""
             else:
                 text = delta.get("content") or ""
-                # A chat's first event may only open the turn: a role, and no token yet.
+                # A chat's first event can have only a role, and no token yet.
                 reasoning = delta.get("reasoning_content") or delta.get("reasoning")
                 token = "role" not in delta or bool(text or reasoning or delta.get("tool_calls"))
             if token and self.ttft_s is None:
@@ -239,22 +245,22 @@ class _Seen:
             self.usage = usage_of(part["usage"])
 
 
-def usage_of(told: dict[str, Any]) -> Usage:
-    """What a server's `usage` says; what it does not say of cached tokens is None."""
-    details = told.get("prompt_tokens_details")
+def usage_of(reported: dict[str, Any]) -> Usage:
+    """Parse a server's `usage`. cached_tokens is None if it is not reported."""
+    details = reported.get("prompt_tokens_details")
     details = details if isinstance(details, dict) else {}
     cached = details.get("cached_tokens")
     by_tier = details.get("cached_tokens_by_tier") or {}
     return Usage(
-        int(told.get("prompt_tokens") or 0),
-        int(told.get("completion_tokens") or 0),
+        int(reported.get("prompt_tokens") or 0),
+        int(reported.get("completion_tokens") or 0),
         cached if isinstance(cached, int) else None,
         {str(tier): int(tokens) for tier, tokens in by_tier.items()},
     )
 
 
 def _some(answer: httpx.Response) -> bytes:
-    """The beginning of a refusal's body."""
+    """Return the beginning of an error response."""
     data = b""
     for part in answer.iter_bytes():
         data += part
@@ -264,17 +270,17 @@ def _some(answer: httpx.Response) -> bytes:
 
 
 def _reason(data: bytes) -> str:
-    """A refusal's own words, in one line."""
+    """Return the text of an error response, in one line."""
     try:
         return _message(json.loads(data))
     except ValueError:
         return " ".join(data.decode(errors="replace").split())[:REASON_BYTES] or "(no text)"
 
 
-def _message(told: Any) -> str:
-    error = told.get("error", told) if isinstance(told, dict) else told
+def _message(body: Any) -> str:
+    error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-    return " ".join(str(message or told).split())[:REASON_BYTES]
+    return " ".join(str(message or body).split())[:REASON_BYTES]
 
 
 def _words(error: Exception) -> str:

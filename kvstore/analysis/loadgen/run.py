@@ -1,8 +1,8 @@
-"""Sessions against an endpoint: so many at once, or as they arrive, by threads.
+"""Sends sessions to an endpoint from threads: a fixed number at once, or at an arrival rate.
 
-Load is closed where no rate is given: a session begins when another has ended. With a rate,
-sessions arrive as a Poisson process does, and one that finds every thread busy starts late, which
-is counted: the server was then asked less than the rate says.
+Without a rate the load is closed: a session starts when another has ended. With a rate, sessions
+arrive as a Poisson process. A session that finds all threads busy starts late and is counted: the
+server then got less load than the rate.
 """
 
 from __future__ import annotations
@@ -19,49 +19,52 @@ from kvstore.analysis.loadgen.workloads import Message, Session
 from kvstore.errors import ConfigError
 
 LATE_S: Final = 0.1
-"""A session that starts this much after its arrival is late."""
+"""A session that starts this many seconds after its arrival counts as late."""
 FAULTS_IN_A_ROW: Final = 20
-"""So many requests in a row that failed end the run: the server is gone, or refuses everything."""
+"""Consecutive failed requests that end the run: the server is down, or rejects everything."""
 TICK_S: Final = 0.1
 MAX_CONCURRENCY: Final = 1024
-REPLIES: Final = ("server", "made")
+HISTORIES: Final = ("server", "synthetic")
 
 
 @dataclass(frozen=True)
 class Load:
-    """How much at once. rate: sessions a second, 0: as many as `concurrency` threads make.
+    """Amount of load. rate: sessions per second. 0: closed loop of `concurrency` threads.
 
-    limit_s: longest run; what is not begun by then is not begun.
-    replies: whose answers stand in the history: the server's own, or made ones.
+    max_duration_s: no request starts after it.
+    history: assistant turns in the history are the server's own, or synthetic.
     """
 
     concurrency: int = 4
     rate: float = 0.0
-    limit_s: float = 600.0
-    replies: str = "server"
+    max_duration_s: float = 600.0
+    history: str = "server"
     seed: int = 0
 
     def check(self) -> None:
-        """Raises ConfigError."""
+        """Raise ConfigError if an option is invalid."""
         if not 1 <= self.concurrency <= MAX_CONCURRENCY:
-            raise ConfigError(f"--concurrency {self.concurrency}; 1 to {MAX_CONCURRENCY} is right")
+            raise ConfigError(
+                f"--concurrency must be 1 to {MAX_CONCURRENCY} (got {self.concurrency})"
+            )
         if not 0 <= self.rate < float("inf"):
-            raise ConfigError(f"--rate {self.rate}; sessions a second, or 0 for none, is right")
-        if self.replies not in REPLIES:
-            raise ConfigError(f"--replies {self.replies!r}; {' or '.join(REPLIES)} is right")
+            raise ConfigError(f"--rate must be 0 or sessions per second (got {self.rate})")
+        if self.history not in HISTORIES:
+            raise ConfigError(f"--history must be {' or '.join(HISTORIES)} (got {self.history!r})")
 
 
 @dataclass
-class Ran:
-    """What came of it. wall_s: from the first request to the last one's end. late: sessions."""
+class RunResult:
+    """Result of a run. wall_s: from the first request to the end of the last. late_sessions:
+    sessions that started late. aborted: the reason, "" if the run was complete."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     wall_s: float = 0.0
-    late: int = 0
-    given_up: str = ""
+    late_sessions: int = 0
+    aborted: str = ""
 
 
-class Run:
+class LoadRun:
     """One workload's run."""
 
     def __init__(
@@ -72,13 +75,13 @@ class Run:
         self._load = load
         self._workload = workload
         self._on_done = on_done
-        self._ran = Ran()
+        self._result = RunResult()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._faults = 0
 
-    def run(self, sessions: Sequence[Session]) -> Ran:
-        """Ask them all; returns when every one has ended, or the limit has passed."""
+    def run(self, sessions: Sequence[Session]) -> RunResult:
+        """Run all sessions. Returns when all have ended, or max_duration_s has passed."""
         arrivals = self._arrivals(sessions)
         start_s = time.perf_counter()
         threads = [
@@ -92,21 +95,21 @@ class Run:
         finally:
             self._stop.set()
         with self._lock:
-            ends = [outcome.start_s + outcome.latency_s for outcome in self._ran.outcomes]
-            self._ran.wall_s = max(ends, default=start_s) - start_s
-            return self._ran
+            ends = [outcome.start_s + outcome.latency_s for outcome in self._result.outcomes]
+            self._result.wall_s = max(ends, default=start_s) - start_s
+            return self._result
 
     def _wait(self, threads: Sequence[threading.Thread], start_s: float) -> None:
-        """Until the threads have ended. A request has a bound of its own, so they do."""
-        end_s = start_s + self._load.limit_s
+        """Wait for the threads. They end, because every request has a timeout."""
+        end_s = start_s + self._load.max_duration_s
         while any(thread.is_alive() for thread in threads):
             if time.perf_counter() > end_s and not self._stop.is_set():
-                self._give_up(f"the limit of {self._load.limit_s:g} s has passed")
+                self._abort(f"--max-duration of {self._load.max_duration_s:g} s has passed")
             for thread in threads:
                 thread.join(TICK_S / len(threads))
 
     def _arrivals(self, sessions: Sequence[Session]) -> Iterator[tuple[float, Session]]:
-        """(seconds after the start, session); one thread at a time may take the next."""
+        """Yield (seconds after the start, session). Call it from one thread at a time."""
         draw = random.Random(self._load.seed)
         at_s = 0.0
         for session in sessions:
@@ -126,7 +129,7 @@ class Run:
                 return
             if self._load.rate and wait_s < -LATE_S:
                 with self._lock:
-                    self._ran.late += 1
+                    self._result.late_sessions += 1
             self._talk(session)
 
     def _talk(self, session: Session) -> None:
@@ -135,28 +138,28 @@ class Run:
             if self._stop.is_set():
                 return
             history += turn.messages
-            outcome = self._endpoint.ask(
+            outcome = self._endpoint.send(
                 history, workload=self._workload, temperature=session.temperature
             )
             self._done(outcome)
             if outcome.fault:
-                return  # without its answer the rest of the session would be another one
-            reply = outcome.text if self._load.replies == "server" else turn.reply
+                return  # Without this answer the rest of the session would be different.
+            reply = outcome.text if self._load.history == "server" else turn.reply
             history.append({"role": "assistant", "content": reply})
 
     def _done(self, outcome: Outcome) -> None:
         with self._lock:
-            self._ran.outcomes.append(outcome)
+            self._result.outcomes.append(outcome)
             self._faults = self._faults + 1 if outcome.fault else 0
             hopeless = self._faults >= FAULTS_IN_A_ROW
         if hopeless:
-            self._give_up(
-                f"{FAULTS_IN_A_ROW} requests in a row failed, the last one: {outcome.fault}: "
+            self._abort(
+                f"{FAULTS_IN_A_ROW} requests in a row failed, the last with {outcome.fault}: "
                 f"{outcome.detail}"
             )
         self._on_done(outcome)
 
-    def _give_up(self, why: str) -> None:
+    def _abort(self, why: str) -> None:
         with self._lock:
-            self._ran.given_up = self._ran.given_up or why
+            self._result.aborted = self._result.aborted or why
         self._stop.set()

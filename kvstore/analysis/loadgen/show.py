@@ -1,4 +1,4 @@
-"""What a load's run shows a person: a table, its faults, a picture."""
+"""Prints and plots the result of a load run: a table, its failures, a plot."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.analysis.loadgen.endpoint import Outcome
-from kvstore.analysis.loadgen.summary import HIT_SHARE, NO_SPLIT, share_cached
+from kvstore.analysis.loadgen.summary import HIT_FRACTION, NO_SPLIT, cached_fraction
 
 
 def show(report: dict[str, Any]) -> None:
-    """The report as a table."""
+    """Print the report as a table."""
     console = Console(highlight=False)
     console.print(f"{report['model']} at {report['url']}, seed {report['seed']}", markup=False)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -37,10 +37,10 @@ def show(report: dict[str, Any]) -> None:
             f"{row['completion_tokens_per_s']:,.0f}",
         )
     console.print(table)
-    share = f"{HIT_SHARE:.0%}"
+    share = f"{HIT_FRACTION:.0%}"
     console.print(
-        f"hit: cached tokens of prompt tokens. TTFT in milliseconds, of hits (at least {share} of "
-        "the prompt cached) and misses at p50. in/s, out/s: prompt and made tokens a second."
+        f"hit: cached tokens / prompt tokens. TTFT in milliseconds; hits (at least {share} of the "
+        "prompt cached) and misses at p50. in/s, out/s: prompt and output tokens per second."
     )
     if not report["split"]:
         console.print(NO_SPLIT, markup=False)
@@ -49,19 +49,21 @@ def show(report: dict[str, Any]) -> None:
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """What went otherwise than planned, a line each."""
+    """Return what went wrong, one line each."""
     lines = [
         f"{fault['count']} requests failed: {kind}: {fault['first']}"
         for kind, fault in report["faults"].items()
     ]
     if report["skipped"]:
-        lines.append(f"{report['skipped']} requests were not sent after a failure or the limit")
+        lines.append(
+            f"{report['skipped']} requests were not sent after a failure or the time limit"
+        )
     if report["late_sessions"]:
         lines.append(
-            f"{report['late_sessions']} sessions began late: raise --concurrency, or the server "
-            "is slower than --rate"
+            f"{report['late_sessions']} sessions started late: raise --concurrency, or lower "
+            "--rate if the server is slower"
         )
-    lines += [f"given up: {why}" for why in report["given_up"]]
+    lines += [f"aborted: {why}" for why in report["aborted"]]
     return lines
 
 
@@ -69,8 +71,8 @@ def _ms(spread: dict[str, float] | None, key: str) -> str:
     return "" if spread is None else f"{spread[key]:,.0f}"
 
 
-def draw(outcomes: Sequence[Outcome], title: str, path: Path, *, split: bool) -> None:
-    """Time to first token: its distribution, and over the share of the prompt that was cached."""
+def plot(outcomes: Sequence[Outcome], title: str, path: Path, *, split: bool) -> None:
+    """Plot time to first token: its distribution, and over the cached fraction of the prompt."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -78,21 +80,21 @@ def draw(outcomes: Sequence[Outcome], title: str, path: Path, *, split: bool) ->
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), dpi=150)
     points = [
-        (share_cached(outcome.usage), outcome.ttft_s * 1e3, outcome.workload)
+        (cached_fraction(outcome.usage), outcome.ttft_s * 1e3, outcome.workload)
         for outcome in outcomes
         if outcome.usage is not None and outcome.ttft_s is not None and not outcome.fault
     ]
     groups = {"all": [ms for _, ms, _ in points]}
     if split:
         groups = {
-            "hits": [ms for share, ms, _ in points if share >= HIT_SHARE],
-            "misses": [ms for share, ms, _ in points if share < HIT_SHARE],
+            "hits": [ms for share, ms, _ in points if share >= HIT_FRACTION],
+            "misses": [ms for share, ms, _ in points if share < HIT_FRACTION],
         }
     for label, times in groups.items():
         if times:
             left.ecdf(times, label=f"{label} ({len(times)})")
     left.set_xlabel("time to first token, ms")
-    left.set_ylabel("share of requests")
+    left.set_ylabel("fraction of requests")
     for workload in dict.fromkeys(name for _, _, name in points):
         chosen = [(100 * share, ms) for share, ms, name in points if name == workload]
         right.scatter(*zip(*chosen, strict=True), s=14, alpha=0.7, label=workload)

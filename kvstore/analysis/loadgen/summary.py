@@ -1,4 +1,4 @@
-"""Numbers out of outcomes: percentiles, hit rates, rates; hits and misses apart."""
+"""Computes percentiles and rates from outcomes, with hits and misses separately."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ import numpy as np
 from kvstore.analysis.loadgen.endpoint import Outcome, Usage
 
 PERCENTILES: Final = (50, 90, 99)
-HIT_SHARE: Final = 0.5
-"""A request is a hit when at least this share of its prompt's tokens was cached."""
+HIT_FRACTION: Final = 0.5
+"""Minimum fraction of the prompt's tokens that is cached for a request to count as a hit."""
 NO_SPLIT: Final = (
-    "the server does not report prompt_tokens_details.cached_tokens, so hits and misses cannot be "
-    "told apart (vLLM reports it with --enable-prompt-tokens-details, SGLang with "
-    "--enable-cache-report)"
+    "the server does not report prompt_tokens_details.cached_tokens, so hits cannot be counted "
+    "(vLLM reports it with --enable-prompt-tokens-details, SGLang with --enable-cache-report)"
 )
 
 
-def tells_cached(outcomes: Iterable[Outcome]) -> bool:
-    """Whether the server reports cached tokens.
+def reports_cached(outcomes: Iterable[Outcome]) -> bool:
+    """Return whether the server reports cached tokens.
 
-    vLLM leaves the field out of an answer of which nothing was cached, so one that has it is
-    enough for all to count.
+    vLLM omits the field if a prompt has no cached tokens, so one response with the field is enough.
     """
     return any(o.usage is not None and o.usage.cached_tokens is not None for o in outcomes)
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float | int] | None:
-    """Count, mean and percentiles in milliseconds; None for no values."""
+    """Return count, mean and percentiles in milliseconds. None: no values."""
     if not seconds:
         return None
     times = np.asarray(seconds) * 1e3
@@ -40,7 +38,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float | int] | None:
 
 
 def faults_of(outcomes: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
-    """By kind of fault: how many, and what was said of the first."""
+    """Return the number of failures and the first error text, by kind of fault."""
     found: dict[str, dict[str, Any]] = {}
     for outcome in outcomes:
         if outcome.fault:
@@ -52,7 +50,7 @@ def faults_of(outcomes: Iterable[Outcome]) -> dict[str, dict[str, Any]]:
 def summary(
     name: str, outcomes: Sequence[Outcome], wall_s: float, *, split: bool
 ) -> dict[str, Any]:
-    """One row. split: the server reports cached tokens; otherwise what needs them is None."""
+    """Return one row. split: the server reports cached tokens. If not, their figures are None."""
     good = [outcome for outcome in outcomes if not outcome.fault]
     usages = [outcome.usage for outcome in good if outcome.usage is not None]
     prompt = sum(usage.prompt_tokens for usage in usages)
@@ -64,19 +62,19 @@ def summary(
             by_tier[tier] = by_tier.get(tier, 0) + tokens
     hits, misses = _split(good)
     span = max(wall_s, 1e-9)
-    told = split and prompt > 0
+    reported = split and prompt > 0
     return {
         "workload": name,
         "requests": len(outcomes),
         "failed": len(outcomes) - len(good),
         "prompt_tokens": prompt,
         "completion_tokens": made,
-        "cached_tokens": cached if told else None,
-        "cached_tokens_by_tier": by_tier if told else None,
-        "token_hit_rate": round(cached / prompt, 4) if told else None,
+        "cached_tokens": cached if reported else None,
+        "cached_tokens_by_tier": by_tier if reported else None,
+        "token_hit_rate": round(cached / prompt, 4) if reported else None,
         "ttft_ms": spread([o.ttft_s for o in good if o.ttft_s is not None]),
-        "ttft_hit_ms": spread(hits) if told else None,
-        "ttft_miss_ms": spread(misses) if told else None,
+        "ttft_hit_ms": spread(hits) if reported else None,
+        "ttft_miss_ms": spread(misses) if reported else None,
         "latency_ms": spread([outcome.latency_s for outcome in good]),
         "per_token_ms": spread(_per_token(good)),
         "wall_s": round(wall_s, 3),
@@ -86,24 +84,24 @@ def summary(
     }
 
 
-def share_cached(usage: Usage) -> float:
-    """Part of a prompt's tokens that was cached."""
+def cached_fraction(usage: Usage) -> float:
+    """Return the fraction of a prompt's tokens that was cached."""
     return (usage.cached_tokens or 0) / max(1, usage.prompt_tokens)
 
 
 def _split(outcomes: Iterable[Outcome]) -> tuple[list[float], list[float]]:
-    """Times to first token of hits, and of misses."""
+    """Return the times to first token of hits, and of misses."""
     hits: list[float] = []
     misses: list[float] = []
     for outcome in outcomes:
         if outcome.usage is not None and outcome.ttft_s is not None:
-            where = hits if share_cached(outcome.usage) >= HIT_SHARE else misses
+            where = hits if cached_fraction(outcome.usage) >= HIT_FRACTION else misses
             where.append(outcome.ttft_s)
     return hits, misses
 
 
 def _per_token(outcomes: Iterable[Outcome]) -> list[float]:
-    """Seconds per token after the first."""
+    """Return the seconds per token after the first."""
     return [
         (outcome.latency_s - outcome.ttft_s) / (outcome.usage.completion_tokens - 1)
         for outcome in outcomes

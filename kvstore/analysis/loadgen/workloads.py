@@ -1,7 +1,8 @@
-"""Six ways in which requests share prefixes, made of a seed: conversations of ordinary words.
+"""Six workloads that share prefixes in different ways: synthetic conversations, from a seed.
 
-A session is asked turn after turn, each with all of the session's history; sessions run beside one
-another. Sizes are in tokens, told as words by what the server's tokenizer made of a sample.
+A session sends its turns one after another, each with the session's whole history. Sessions run
+concurrently. Sizes are in tokens. They are converted to words with the ratio that the server's
+tokenizer gives for a sample.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from kvstore.errors import ConfigError
 Message = Mapping[str, str]
 
 SENTENCE_WORDS: Final = (7, 16)
-"""Fewest and most words of a sentence."""
+"""Minimum and maximum number of words in a sentence."""
 POPULARITY: Final = 1.0
-"""Documents are asked for as often as 1 / rank ** POPULARITY."""
+"""Documents are used in proportion to 1 / rank ** POPULARITY."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one request adds to its session's history before it is asked.
+    """Messages that one request adds to its session's history.
 
-    reply: what stands in the history for its answer where the server's own is not used.
+    reply: the synthetic answer in the history, if the server's own is not used.
     """
 
     messages: tuple[Message, ...]
@@ -37,13 +38,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Session:
-    """Requests that follow one another, each with the history of those before it."""
+    """A sequence of requests, each with the history of the earlier ones."""
 
     turns: tuple[Turn, ...]
     temperature: float = 0.0
 
     def tokens(self, tokens_per_word: float, max_tokens: int) -> int:
-        """About how many tokens the last request and its answer have."""
+        """Return the approximate number of tokens of the last request and its answer."""
         words = sum(
             len(text.split())
             for turn in self.turns
@@ -54,14 +55,14 @@ class Session:
 
 @lru_cache(maxsize=1)
 def _words() -> tuple[str, ...]:
-    """Ordinary words: those of Python's own reference manual, which every Python brings along."""
+    """Return ordinary words, from the reference manual that is part of every Python."""
     return tuple(sorted(set(re.findall(r"\b[a-z]{3,9}\b", " ".join(topics.values())))))
 
 
 class Writer:
-    """Texts and choices, always the same for one seed.
+    """Makes texts and choices, always the same for one seed.
 
-    scale: multiplies every length; tokens_per_word: of the server's tokenizer.
+    scale: multiplies every length. tokens_per_word: of the server's tokenizer.
     """
 
     def __init__(self, seed: int, scale: float = 1.0, tokens_per_word: float = 1.3) -> None:
@@ -69,7 +70,7 @@ class Writer:
         self._words_per_token = scale / tokens_per_word
 
     def text(self, least: int, most: int | None = None) -> str:
-        """Sentences of about `least` tokens, or of a number between the two."""
+        """Return sentences of about `least` tokens, or of `least` to `most` tokens."""
         tokens = least if most is None else self.random.randint(least, most)
         left = max(1, round(tokens * self._words_per_token))
         sentences = []
@@ -95,8 +96,8 @@ def chat(writer: Writer, requests: int) -> list[Session]:
     for start in range(0, requests, 6):
         turns = []
         for turn in range(min(6, requests - start)):
-            asked = _user(writer.text(20, 120))
-            messages = (system, asked) if turn == 0 else (asked,)
+            question = _user(writer.text(20, 120))
+            messages = (system, question) if turn == 0 else (question,)
             turns.append(Turn(messages, writer.text(50, 200)))
         sessions.append(Session(tuple(turns)))
     return sessions
@@ -109,7 +110,7 @@ def system_prompt(writer: Writer, requests: int) -> list[Session]:
 
 
 def rag(writer: Writer, requests: int) -> list[Session]:
-    """Questions about two of eight documents of 400 tokens, some asked for more often."""
+    """Questions about two of eight documents of 400 tokens, of different popularity."""
     system = _system(writer.text(100))
     documents = [writer.text(400) for _ in range(8)]
     weights = [1 / rank**POPULARITY for rank in range(1, len(documents) + 1)]
@@ -123,7 +124,7 @@ def rag(writer: Writer, requests: int) -> list[Session]:
 
 
 def agent(writer: Writer, requests: int) -> list[Session]:
-    """Loops of eight steps after 600 tokens of tools; each step brings a result of 50 to 300."""
+    """Loops of eight steps after 600 tokens of tools. Each step adds a result of 50 to 300."""
     system = _system(writer.text(600))
     sessions = []
     for start in range(0, requests, 8):
@@ -137,7 +138,7 @@ def agent(writer: Writer, requests: int) -> list[Session]:
 
 
 def few_shot(writer: Writer, requests: int) -> list[Session]:
-    """A batch of questions after the first two to five of five examples of 150 tokens."""
+    """Questions after the first two to five of five examples of 150 tokens."""
     examples = [(writer.text(110), writer.text(40)) for _ in range(5)]
     sessions = []
     for _ in range(requests):
@@ -149,7 +150,7 @@ def few_shot(writer: Writer, requests: int) -> list[Session]:
 
 
 def sampling(writer: Writer, requests: int) -> list[Session]:
-    """Problems of 200 to 500 tokens, each asked eight times at temperature 1."""
+    """Problems of 200 to 500 tokens, each sent eight times at temperature 1."""
     sessions: list[Session] = []
     while len(sessions) < requests:
         turn = Turn((_user(writer.text(200, 500)),), writer.text(20))
@@ -169,12 +170,12 @@ WORKLOADS: dict[str, Callable[[Writer, int], list[Session]]] = {
     "few-shot": few_shot,
     "sampling": sampling,
 }
-"""By name: sessions of `requests` requests in all."""
+"""Functions by name. Each returns sessions with `requests` requests in total."""
 
 
-def chosen(names: Sequence[str]) -> list[str]:
-    """The workloads that these names mean; all of them for none. ConfigError: an unknown one."""
+def parse_workloads(names: Sequence[str]) -> list[str]:
+    """Check the names of workloads. No name: all. Raises ConfigError for an unknown name."""
     for name in names:
         if name not in WORKLOADS:
-            raise ConfigError(f"unknown workload {name!r}; one of {', '.join(WORKLOADS)} is right")
+            raise ConfigError(f"unknown workload {name!r}; use one of {', '.join(WORKLOADS)}")
     return list(dict.fromkeys(names)) or list(WORKLOADS)

@@ -1,4 +1,4 @@
-"""What a GPU has left for cached prefixes when most requests are running."""
+"""GPU memory that is left for cached prefixes at peak load."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import Final
 from kvstore.analysis.planning.spans import Spans
 
 UTILISATION: Final = 0.9
-"""Part of the GPU's memory that an engine takes; vLLM's default."""
+"""Fraction of the GPU's memory that an engine uses. vLLM's default."""
 BATCH_TOKENS: Final = 8192
-"""Tokens of a step; vLLM's default on large GPUs."""
+"""Maximum tokens per step. vLLM's default on large GPUs."""
 DECODE_RATE: Final = 30.0
-"""Tokens a second of one request."""
+"""Tokens per second of one request."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of one GPU (one rank). pool: for KV of running requests and of cached prefixes.
+    """Memory of one GPU (one rank), in bytes.
 
-    peak_requests: running at a time, at most, each with peak_context tokens.
+    pool_bytes: for the KV of running requests and of cached prefixes. peak_requests: maximum number
+    of concurrent requests, with peak_context tokens each.
     """
 
     gpu_bytes: int
@@ -34,12 +35,12 @@ class Budget:
 
     @property
     def left_bytes(self) -> int:
-        """For cached prefixes, at the peak; 0 where running requests need it all."""
+        """Return the bytes left for cached prefixes at the peak. 0 if requests need all."""
         return max(0, self.pool_bytes - self.peak_bytes)
 
     @property
     def requests_max(self) -> int:
-        """Requests of that context that the pool holds at a time."""
+        """Return how many requests of that context fit into the pool at once."""
         each = self.peak_bytes // self.peak_requests if self.peak_requests else 0
         return self.pool_bytes // each if each else 0
 
@@ -54,7 +55,7 @@ def budget(
     peak_context: int,
     utilisation: float = UTILISATION,
 ) -> Budget:
-    """Of one rank: weights and activations are its own part of them."""
+    """Return the budget of one rank. Weights and activations: the rank's part of them."""
     pool = int(gpu_bytes * utilisation) - weight_bytes - activation_bytes
     return Budget(
         gpu_bytes=gpu_bytes,
@@ -68,7 +69,7 @@ def budget(
 
 
 def most_at_once(starts_s: Sequence[float], lasts_s: Sequence[float]) -> int:
-    """The most requests that run at a time. starts_s: in any order."""
+    """Return the maximum number of concurrent requests. starts_s: in any order."""
     ends: list[float] = []
     most = 0
     for start_s, last_s in sorted(zip(starts_s, lasts_s, strict=True)):

@@ -1,10 +1,10 @@
-"""Which policies suit some traffic: by replaying it with each.
+"""Chooses policies for some traffic by replaying it with each.
 
-Eviction: the one whose hits save most GPU time; of those within TIE of it the first in the order
-lru, lfu, s3fifo, cost, auto (the plainest). Write: of those whose hits save at least 1 - TIE of the
-most, the one that writes least to the tier below (it wears, and its writes are in the way of its
-reads); write_through besides keeps what a crash would lose. Prefetch: the least mean time to first
-token; `never` stands for not loading at all, and where it wins the tiers do not pay.
+Eviction: the policy that saves most GPU time. Within TIE of the best, the first of lru, lfu,
+s3fifo, gdsf, auto, in order of simplicity. Write: among the policies that save at least 1 - TIE of
+the most, the one that writes least to the tier below, because writes wear the tier and slow its
+reads. (write_through also keeps blocks that a crash would lose.) Load: the policy with the shortest
+mean time to first token. If that is `never`, which loads nothing, the tiers do not pay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvstore.analysis.planning.forecast import Figures, Traffic
 from kvstore.analysis.simulate.run import Shape
 from kvstore.analysis.simulate.sweep import Progress, Sweep
-from kvstore.analysis.simulate.waits import LOADING
+from kvstore.analysis.simulate.waits import LOAD_POLICIES
 from kvstore.cache.eviction import EVICTION_POLICIES
 from kvstore.cache.write_policy import WRITE_POLICIES
 
@@ -24,7 +24,7 @@ TIE: Final = 0.01
 
 
 def choose(traffic: Traffic, shape: Shape, report: Progress) -> Figures:
-    """The policies to take over these tiers, and what each of the others would do."""
+    """Return the best policies for these tiers, with the figures of all others."""
     evictions = _replayed(traffic, shape, "eviction", EVICTION_POLICIES, report)
     most = max(row["gpu_seconds_saved"] for row in evictions)
     best = next(row for row in evictions if row["gpu_seconds_saved"] >= most * (1 - TIE))
@@ -37,22 +37,22 @@ def choose(traffic: Traffic, shape: Shape, report: Progress) -> Figures:
         least = min(good, key=lambda row: row["bytes_written"])
         shape = replace(shape, write=least["policy"])
         found |= {"write": least["policy"], "writes": writes}
-    waits = _replayed(traffic, shape, "prefetch", LOADING, report)
-    soonest = min(waits, key=lambda row: row["ttft_mean_s"])
-    return found | {"prefetch": soonest["policy"], "prefetches": waits}
+    loads = _replayed(traffic, shape, "load_policy", LOAD_POLICIES, report)
+    soonest = min(loads, key=lambda row: row["ttft_mean_s"])
+    return found | {"load_policy": soonest["policy"], "load_policies": loads}
 
 
 def _replayed(
     traffic: Traffic, shape: Shape, field: str, names: Sequence[str], report: Progress
 ) -> list[dict[str, Any]]:
-    """What each policy of this field of a shape does."""
+    """Return the figures of each policy in this field of a shape."""
     if field == "eviction":
         shapes = [replace(shape, eviction=name, l3_eviction=name) for name in names]
     elif field == "write":
         shapes = [replace(shape, write=name) for name in names]
     else:
-        shapes = [replace(shape, prefetch=name) for name in names]
-    rows = Sweep(shapes, optimum=False).run(traffic, report)
+        shapes = [replace(shape, load_policy=name) for name in names]
+    rows = Sweep(shapes, offline_optimal=False).run(traffic, report)
     return [
         {
             "policy": name,

@@ -1,4 +1,4 @@
-"""Traffic over tiers of several sizes: what hits, and what that is worth."""
+"""Replays traffic over tiers of several sizes: the hit rate, and what the hits save."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any, Final
 
 from kvstore.analysis.simulate.run import Shape
 from kvstore.analysis.simulate.sweep import Progress, Sweep
-from kvstore.analysis.simulate.traces import Asked
+from kvstore.analysis.simulate.traces import TraceRequest
 from kvstore.prefetch.costs import dollars_per_million_tokens
 
 REQUESTS_MAX: Final = 20_000
-"""Requests of a trace that a plan looks at, from its start; `kvstore simulate` takes them all."""
+"""Maximum requests of a trace that a plan uses, from its start. `kvstore simulate` uses all."""
 BLOCKS_MAX: Final = 100_000
-"""Blocks asked for by the requests that a plan looks at: it replays them some twenty times."""
+"""Maximum blocks that the requests of a plan look up. A plan replays them about twenty times."""
 MONTH_S: Final = 365 * 24 * 3600 / 12
-"""Of a mean month."""
+"""Seconds in a mean month."""
 
 Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests held in memory, as a plan replays them many times. See `simulate.sweep.Requests`."""
+    """Requests in memory, because a plan replays them many times. See `simulate.sweep.Requests`."""
 
     name: str
     format: str
     block_tokens: int
-    all: tuple[Asked, ...]
+    all: tuple[TraceRequest, ...]
 
     @property
-    def requests(self) -> Iterator[Asked]:
+    def requests(self) -> Iterator[TraceRequest]:
         return iter(self.all)
 
     @property
     def seconds(self) -> float:
-        """From the first request to the last."""
+        """Return the time from the first request to the last."""
         times = [request.time_s for request in self.all]
         return max(times) - min(times) if times else 0.0
 
@@ -52,12 +52,12 @@ class Traffic:
 
 
 def first_of(
-    requests: Iterator[Asked], most: int = REQUESTS_MAX, blocks: int = BLOCKS_MAX
-) -> tuple[Asked, ...]:
-    """The first so many requests, or fewer, so that they ask for so many blocks; at least one."""
-    found: list[Asked] = []
+    requests: Iterator[TraceRequest], most: int = REQUESTS_MAX, blocks: int = BLOCKS_MAX
+) -> tuple[TraceRequest, ...]:
+    """Return the first requests, at least one, up to so many requests and looked-up blocks."""
+    found: list[TraceRequest] = []
     for request in islice(requests, most):
-        blocks -= len(request.run)
+        blocks -= len(request.block_ids)
         if blocks < 0 and found:
             break
         found.append(request)
@@ -65,10 +65,10 @@ def first_of(
 
 
 def working_set(traffic: Traffic, bytes_per_token: int) -> Figures:
-    """Blocks that are different from all others, and those of them asked for again."""
+    """Return the distinct blocks, and how many of them are looked up more than once."""
     uses: Counter[int] = Counter()
     for request in traffic.all:
-        uses.update(request.run)
+        uses.update(request.block_ids)
     block_bytes = traffic.block_tokens * bytes_per_token
     again = sum(count > 1 for count in uses.values())
     return {
@@ -82,20 +82,21 @@ def working_set(traffic: Traffic, bytes_per_token: int) -> Figures:
 def by_size(
     traffic: Traffic, shape: Shape, sizes: Sequence[int | None], report: Progress
 ) -> list[Figures]:
-    """The figures of a replay for each size of L2, in blocks; 0: none."""
+    """Return the figures of a replay for each size of L2, in blocks. 0: no L2."""
     there = [
         replace(shape, l2_blocks=size)
         for size in sizes
         if size != 0 or shape.l1_pages or _l3(shape)
     ]
-    return Sweep(there, optimum=False).run(traffic, report) if there else []
+    return Sweep(there, offline_optimal=False).run(traffic, report) if there else []
 
 
 def worth(figures: Figures, traffic: Traffic, *, gpus: int, gpu_hour: float) -> Figures:
-    """What the hits of a replay save, in GPU time and dollars. gpus: that compute a request.
+    """Return what the hits of a replay save, in GPU time and dollars.
 
-    Per million prompt tokens, all of them; `usd_per_million_tokens_hit`: per million that hit, what
-    computing them would have cost: a tier pays when it costs less.
+    gpus: GPUs that compute one request. Dollars are per million prompt tokens.
+    `usd_per_million_tokens_hit` is per million tokens that hit: the cost of computing them. A tier
+    pays if it costs less.
     """
     saved_s, spent_s = figures["gpu_seconds_saved"] * gpus, figures["gpu_seconds"] * gpus
     tokens = figures["input_tokens"]
@@ -115,10 +116,10 @@ def worth(figures: Figures, traffic: Traffic, *, gpus: int, gpu_hour: float) -> 
 
 
 def net_of_tiers(saving: Figures, traffic: Traffic, month: float) -> Figures:
-    """What is saved per million prompt tokens, less what the tiers cost meanwhile; None where the
-    traffic takes no time.
+    """Return the savings per million prompt tokens, less the cost of the tiers.
 
-    saving: of `worth`. month: dollars a month for all tiers, paid however many tokens come.
+    The results are None if the traffic takes no time. saving: from `worth`. month: dollars per
+    month for all tiers, independent of the number of tokens.
     """
     millions, cost, net = traffic.input_tokens / 1e6, None, None
     if traffic.seconds and millions:

@@ -1,4 +1,4 @@
-"""The parts of `kvstore plan`'s report that need traffic or a GPU's figures."""
+"""The sections of `kvstore plan`'s report that need traffic or the memory of a GPU."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Report = Callable[[str, int, int | None], None]
 Figures = dict[str, Any]
 
 CONTEXT_TOKENS: Final = 8192
-"""Of a request at the peak where nothing else says."""
-MADE_UP_BLOCK_TOKENS: Final = 128
-"""Of the blocks in which made-up requests are replayed. Shorter ones hit up to half of their
-difference more a request, and take as many times longer."""
-NO_RAM: Final = 64 << 30
-"""Size of L2, in bytes, around which hit rates are shown where none is given."""
+"""Tokens of a request at the peak, by default."""
+SYNTHETIC_BLOCK_TOKENS: Final = 128
+"""Tokens per block in the replay of synthetic requests. Shorter blocks hit up to half the
+difference in length more tokens per request, and take proportionally longer to replay."""
+DEFAULT_L2_BYTES: Final = 64 << 30
+"""Size of L2 around which hit rates are shown, by default."""
 
 
 def requests_of(
@@ -40,9 +40,9 @@ def requests_of(
     tokenizer: Path | None,
     report: Report,
 ) -> Traffic | None:
-    """The traffic to plan for; None where none is described.
+    """Return the traffic to plan for. None: neither a trace nor a description is given.
 
-    Raises ConfigError: the trace or the description is wrong.
+    Raises ConfigError: the trace or the description is invalid.
     """
     if trace is not None:
         from kvstore.analysis.simulate.formats import open_trace
@@ -56,12 +56,12 @@ def requests_of(
             first = first_of(opened.requests)
             return Traffic(opened.name, opened.format, opened.block_tokens, first)
     if traffic is not None:
-        from kvstore.analysis.simulate import traffic as made
+        from kvstore.analysis.simulate import traffic as synthetic
 
-        size = block_tokens or MADE_UP_BLOCK_TOKENS
-        described = made.Traffic.parse(traffic)
-        first = first_of(made.generate(described, REQUESTS_MAX, size))
-        return Traffic(traffic, "made up", size, first)
+        size = block_tokens or SYNTHETIC_BLOCK_TOKENS
+        described = synthetic.Traffic.parse(traffic)
+        first = first_of(synthetic.generate(described, REQUESTS_MAX, size))
+        return Traffic(traffic, "synthetic", size, first)
     return None
 
 
@@ -81,11 +81,11 @@ def gpu_budget(
     engines: int,
     decode_rate: float,
 ) -> Figures:
-    """What one GPU has left for cached prefixes at the peak. See `planning.budget`.
+    """Return the memory of one GPU that is left for cached prefixes at the peak (see `budget`).
 
-    Without a concurrency: the most requests that run at a time when each takes its own prefill,
-    nothing cached, and its answer's tokens at `decode_rate`, none waiting; divided over the
-    engines. Without a context: what nine of ten requests do not exceed.
+    concurrency: None means the maximum number of requests that run at once, divided by the engines.
+    Each request runs for its prefill without hits plus its answer at `decode_rate`, and none waits.
+    context: None means the 90th percentile of the requests' tokens.
     """
     from kvstore.analysis.planning.budget import budget, most_at_once
     from kvstore.analysis.planning.weights import activation_bytes, weight_bytes
@@ -125,7 +125,7 @@ def gpu_budget(
     }
 
 
-def outlook(
+def forecast(
     requests: Traffic,
     namespace: Namespace,
     spans: Spans,
@@ -138,24 +138,26 @@ def outlook(
     gb_month: Mapping[str, float],
     report: Report,
 ) -> Figures:
-    """Working set, hit rate by size of L2, what the tiers save and cost, and the policies to
-    choose. gb_month: dollars for 1e9 bytes of each tier a month."""
+    """Return working set, hit rate by size of L2, savings and cost of the tiers, and policies.
+
+    gb_month: dollars per 1e9 bytes of each tier and month.
+    """
     from kvstore.analysis.planning.choose import choose
     from kvstore.analysis.simulate.run import Shape
 
     ranks, size = namespace.tp_size, requests.block_tokens
     mean = max(1, requests.input_tokens // len(requests.all))
-    # All ranks' bytes. A window's share counts as it does in a prompt of mean length.
+    # Bytes of all ranks. Layers with a window count as in a prompt of mean length.
     per_token = max(1, ranks * spans.bytes_at(mean) // mean)
     block_bytes = size * per_token
-    ram, disk = (sizes[tier] // block_bytes for tier in ("ram", "disk"))
-    around = ram or max(1, NO_RAM // block_bytes)
+    l2, l3 = (sizes[tier] // block_bytes for tier in ("l2", "l3"))
+    around = l2 or max(1, DEFAULT_L2_BYTES // block_bytes)
     shape = Shape(
         speeds.model(block_bytes=block_bytes, block_tokens=size),
         per_token,
         l1_pages=left_bytes * ranks // block_bytes * engines,
-        l2_blocks=ram,
-        l3_blocks=disk,
+        l2_blocks=l2,
+        l3_blocks=l3,
     )
     steps = {0, *(max(1, int(around * part)) for part in (0.25, 0.5, 1, 2, 4))}
     ordered: list[int | None] = [*sorted(steps), None]
@@ -175,11 +177,11 @@ def outlook(
         "working_set": working_set(requests, per_token),
         "by_size": [_row(row, block_bytes, requests, ranks, gpu_hour) for row in rows],
     }
-    chosen = ram if ram in by_blocks and (ram or disk or shape.l1_pages) else around
+    chosen = l2 if l2 in by_blocks and (l2 or l3 or shape.l1_pages) else around
     figures = by_blocks[chosen]
     policies = choose(requests, _with_l2(shape, chosen), report)
     saving = worth(figures, requests, gpus=ranks, gpu_hour=gpu_hour)
-    kept_bytes = {"ram": chosen * block_bytes, "disk": sizes["disk"]}
+    kept_bytes = {"l2": chosen * block_bytes, "l3": sizes["l3"]}
     month = sum(kept_bytes[tier] / 1e9 * price for tier, price in gb_month.items())
     saving |= net_of_tiers(saving, requests, month)
     saving["prefill_load"] /= engines

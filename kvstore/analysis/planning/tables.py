@@ -1,4 +1,4 @@
-"""`kvstore plan`'s report for people."""
+"""Prints `kvstore plan`'s report as tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Report = dict[str, Any]
 
 
 def show(report: Report) -> None:
-    """Print all that the report has."""
+    """Print all sections of the report."""
     console = Console()
     _model(console, report)
     if report["rows"]:
@@ -40,11 +40,11 @@ def _model(console: Console, report: Report) -> None:
     if window["layers"] and window["bytes"]:
         _say(
             console,
-            f"and {format_bytes(window['bytes'])} for the last {window['tokens']:,} tokens of a "
-            f"context, in the {window['layers']} layers that see no more",
+            f"plus {format_bytes(window['bytes'])} for the last {window['tokens']:,} tokens of a "
+            f"context, in the {window['layers']} sliding-window layers",
         )
     elif window["layers"]:
-        _say(console, f"none beyond the last {window['tokens']:,} tokens of a context")
+        _say(console, f"nothing beyond the last {window['tokens']:,} tokens of a context")
 
 
 def _tiers(console: Console, report: Report) -> None:
@@ -69,12 +69,12 @@ def _budget(console: Console, budget: Report) -> None:
     )
     _say(
         console,
-        f"at the peak {budget['peak_requests']:,} requests of {budget['peak_context']:,} tokens "
-        f"take {format_bytes(budget['peak_kv_bytes'])}: {format_bytes(budget['left_bytes'])} "
+        f"at the peak, {budget['peak_requests']:,} requests of {budget['peak_context']:,} tokens "
+        f"use {format_bytes(budget['peak_kv_bytes'])}: {format_bytes(budget['left_bytes'])} "
         f"({budget['left_tokens']:,} tokens) left for cached prefixes",
     )
     if budget["requests_max"] < budget["peak_requests"]:
-        _say(console, f"only {budget['requests_max']:,} of them fit at a time; the others wait")
+        _say(console, f"only {budget['requests_max']:,} of them fit at once; the others wait")
 
 
 def _traffic(console: Console, report: Report) -> None:
@@ -83,7 +83,7 @@ def _traffic(console: Console, report: Report) -> None:
         console,
         f"{traffic['requests']:,} requests in {traffic['seconds']:,.0f} s, "
         f"{traffic['input_tokens']:,} prompt tokens; working set {format_bytes(working['bytes'])}, "
-        f"{format_bytes(working['reused_bytes'])} of it used again",
+        f"{format_bytes(working['reused_bytes'])} of it reused",
     )
     table = Table()
     columns = ("L2", "hit rate", "second half", "TTFT p50, ms", "mean", "GPU s saved")
@@ -91,7 +91,7 @@ def _traffic(console: Console, report: Report) -> None:
         table.add_column(column, justify="right")
     for row in report["by_size"]:
         table.add_row(
-            "infinite" if row["l2_bytes"] is None else format_bytes(row["l2_bytes"]),
+            "unlimited" if row["l2_bytes"] is None else format_bytes(row["l2_bytes"]),
             f"{row['token_hit_rate']:.1f}%",
             f"{row['token_hit_rate_second_half']:.1f}%",
             f"{row['ttft_p50_s'] * 1e3:,.0f}",
@@ -110,30 +110,30 @@ def _expected(console: Console, expected: Report, policies: Report) -> None:
     _say(
         console,
         f"with L2 of {format_bytes(expected['l2_bytes'])}: {expected['token_hit_rate']:.1f}% of "
-        f"prompt tokens hit ({tiers}); TTFT {saved['mean'] * 1e3:,.0f} ms less in the mean, "
-        f"{saved['p50'] * 1e3:,.0f} at p50, {saved['p99'] * 1e3:,.0f} at p99",
+        f"prompt tokens hit ({tiers}); TTFT shorter by {saved['mean'] * 1e3:,.0f} ms (mean), "
+        f"{saved['p50'] * 1e3:,.0f} ms (p50), {saved['p99'] * 1e3:,.0f} ms (p99)",
     )
     _say(
         console,
-        f"prefill takes {expected['prefill_load']:.0%} of the engines' time without, "
-        f"{expected['prefill_load_with_cache']:.0%} with; "
-        f"{expected['gpu_hours_saved_per_day']:,.1f} GPU hours saved a day",
+        f"prefill uses {expected['prefill_load']:.0%} of the engines' time without the tiers, "
+        f"{expected['prefill_load_with_cache']:.0%} with them; "
+        f"{expected['gpu_hours_saved_per_day']:,.1f} GPU hours saved per day",
     )
     if expected["usd_per_million_tokens"]:
         _say(
             console,
-            f"${expected['usd_per_million_tokens']:.4f} of prefill per million prompt tokens, "
-            f"${expected['usd_saved_per_million_tokens']:.4f} of it saved; a million tokens that "
-            f"hit save ${expected['usd_per_million_tokens_hit']:.4f}",
+            f"prefill costs ${expected['usd_per_million_tokens']:.4f} per million prompt tokens; "
+            f"hits save ${expected['usd_saved_per_million_tokens']:.4f} of it. A million tokens "
+            f"that hit save ${expected['usd_per_million_tokens_hit']:.4f}",
         )
     if expected["usd_tiers_per_month"] and expected["usd_net_per_million_tokens"] is not None:
         _say(
             console,
-            f"the tiers cost ${expected['usd_tiers_per_month']:,.2f} a month, "
+            f"the tiers cost ${expected['usd_tiers_per_month']:,.2f} per month, "
             f"${expected['usd_tiers_per_million_tokens']:.4f} per million prompt tokens of this "
-            f"traffic: ${expected['usd_net_per_million_tokens']:.4f} saved net of them",
+            f"traffic: net saving ${expected['usd_net_per_million_tokens']:.4f}",
         )
     chosen = [f"{kind} {policies[kind]}" for kind in ("eviction", "write") if kind in policies]
-    _say(console, f"policies: {', '.join(chosen)}, prefetch {policies['prefetch']}")
-    if policies["prefetch"] == "never":
-        _say(console, "loading is slower than computing here: these tiers do not pay")
+    _say(console, f"policies: {', '.join(chosen)}, load {policies['load_policy']}")
+    if policies["load_policy"] == "never":
+        _say(console, "loading is slower than computing: these tiers do not pay")

@@ -1,9 +1,9 @@
-"""Bytes of a model's weights, counted from its config.json.
+"""Bytes of a model's weights, computed from its config.json.
 
-Per layer: the projections of attention, those of its feed-forward part (three matrices where it is
-gated, two in GPT-2 and GPT-NeoX; of each expert, and a router, where there are several); besides,
-the embeddings, and the output's matrix where it is not the same. Norms and biases, some thousandth
-of it, are not counted. Llama-3-8B: 8.03e9 parameters.
+Each layer has the projections of attention and of the feed-forward part: three matrices if gated,
+two in GPT-2 and GPT-NeoX. A mixture of experts has them per expert, plus a router. The model also
+has the embeddings, and an output matrix unless tied. Norms and biases, about a thousandth, are not
+counted. Llama-3-8B: 8.03e9 parameters.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ TIED_BY_DEFAULT: Final = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2")
 
 
 def parameters(config: Mapping[str, Any], namespace: Namespace) -> int:
-    """Parameters of the language model. namespace: of the same config, of one rank of any number.
+    """Return the parameters of the language model. namespace: of the same config, any rank.
 
-    Raises ConfigError: the config does not say enough (MLA, unknown fields).
+    Raises ConfigError: the config does not determine them (MLA, unknown fields).
     """
     text = text_config(config)
     family = str(text.get("model_type"))
     if namespace.attention == "mla":
-        raise ConfigError("the weights of a model with MLA are not counted; give --weights")
+        raise ConfigError("cannot compute the weights of a model with MLA; give --weights")
     hidden = _size(text, "hidden_size", "n_embd")
     layers = namespace.layers
     heads = _size(text, "num_attention_heads", "n_head")
@@ -49,9 +49,9 @@ def parameters(config: Mapping[str, Any], namespace: Namespace) -> int:
 
 
 def weight_bytes(config: Mapping[str, Any], namespace: Namespace) -> int:
-    """Bytes of the whole model's weights as its config stores them.
+    """Return the bytes of the whole model's weights, as its config stores them.
 
-    Raises ConfigError: it does not say enough.
+    Raises ConfigError: the config does not determine them.
     """
     text = text_config(config)
     quantised = text.get("quantization_config") or config.get("quantization_config")
@@ -61,9 +61,7 @@ def weight_bytes(config: Mapping[str, Any], namespace: Namespace) -> int:
         if bits is None and "fp8" in str(quantised.get("quant_method")):
             bits = 8
         if type(bits) is not int:
-            raise ConfigError(
-                "how many bits its quantised weights have is not said; give --weights"
-            )
+            raise ConfigError("the config does not state the bits per weight; give --weights")
     else:
         name = text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype")
         bits = 8 * DTYPE_BYTES.get(str(name or "float32").removeprefix("torch."), 4)
@@ -71,8 +69,11 @@ def weight_bytes(config: Mapping[str, Any], namespace: Namespace) -> int:
 
 
 def activation_bytes(config: Mapping[str, Any], batch_tokens: int) -> int:
-    """Bytes of activations of a step of so many tokens, in 2 bytes each: both halves of a gated
-    feed-forward part, and four rows of the hidden size (input, residual, attention's two)."""
+    """Return the bytes of activations of a step of so many tokens, with 2 bytes per value.
+
+    They are both halves of a gated feed-forward part, and four rows of the hidden size (input,
+    residual, two in attention).
+    """
     text = text_config(config)
     hidden = _size(text, "hidden_size", "n_embd")
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
@@ -84,6 +85,4 @@ def _size(text: Mapping[str, Any], *names: str) -> int:
         value = text.get(name)
         if type(value) is int and value > 0:
             return value
-    raise ConfigError(
-        f"the config lacks {names[0]!r}, so its weights are not counted; give --weights"
-    )
+    raise ConfigError(f"cannot compute the weights: the config has no {names[0]!r}; give --weights")

@@ -1,4 +1,4 @@
-"""Traces replayed against the policies, without bytes: what a cache would have hit.
+"""Replays a trace against the cache policies, without KV bytes, to find its hit rate.
 
-`traces` reads request logs, `replay` runs them through a level of cache (`levels`).
+`formats` reads request logs, `replay` runs them through one cache level (`levels`).
 """

@@ -1,23 +1,23 @@
-"""L1 in a replay: the engine's own radix tree over a pool of pages, without KV."""
+"""L1 in a replay: the engine's radix tree over a page pool, without KV."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.analysis.simulate.traces import Asked
+from kvstore.analysis.simulate.traces import TraceRequest
 from kvstore.engine.pages import PagePool, useful_tokens
 from kvstore.engine.radix import RadixCache
 
 NAME_WORDS = 2
-"""A block's name, 64 bits, stands in the tree as two token ids of 32."""
+"""A block's id has 64 bits and is stored in the tree as two token ids of 32 bits."""
 
 
 class Device:
-    """An engine's pages and its tree. A hit ends at a page, and never has the prompt's last token.
+    """An engine's pages and radix tree. A hit ends at a page and never has the last prompt token.
 
-    pages: of the pool. page_tokens: of a page, for traces that have token ids; None: a page is one
-        of the trace's blocks, whose names then stand for their tokens.
+    pages: size of the pool. page_tokens: tokens per page, for a trace with token ids. None: a page
+        is one block of the trace, and the block's id replaces its tokens.
     """
 
     def __init__(self, pages: int, page_tokens: int | None = None) -> None:
@@ -28,25 +28,25 @@ class Device:
         self.pages_evicted = 0
         self.pages_written = 0
 
-    def hit_tokens(self, request: Asked) -> int:
-        """Leading prompt tokens that are here."""
+    def hit_tokens(self, request: TraceRequest) -> int:
+        """Return the number of leading prompt tokens that are cached."""
         words = self._words(request)
         if self._page_tokens is None:
             return request.hit_tokens(self._tree.match(words).tokens // NAME_WORDS)
         return self._tree.match(words[: useful_tokens(request.tokens, self._width)]).tokens
 
-    def keep(self, request: Asked) -> None:
-        """The request ran: all its pages are here now, or as many from the first as there are.
+    def keep(self, request: TraceRequest) -> None:
+        """Record that the request ran: cache its pages, as many leading ones as fit.
 
-        As in the engine: what hits is locked, then least recent leaves make room for the rest.
+        As in the engine, the hit is locked, then the least recent leaves are evicted.
         """
         words = self._words(request)
         words = words[: len(words) // self._width * self._width]
         found = self._tree.match(words)
-        held = len(found.pages)
-        if held:
+        cached = len(found.pages)
+        if cached:
             self._tree.lock(found.node)
-        lacking = len(words) // self._width - held
+        lacking = len(words) // self._width - cached
         if lacking > self._pool.free:
             self.pages_evicted += self._tree.evict(lacking - self._pool.free)
         fresh = self._pool.alloc(min(lacking, self._pool.free))
@@ -54,12 +54,12 @@ class Device:
         pages: NDArray[np.int32] = np.concatenate([found.pages, fresh])
         self._tree.insert(words[: len(pages) * self._width], pages)
         if len(fresh):
-            self._pool.drop(fresh)
-        if held:
+            self._pool.drop_ref(fresh)
+        if cached:
             self._tree.unlock(found.node)
 
-    def _words(self, request: Asked) -> NDArray[np.int32]:
+    def _words(self, request: TraceRequest) -> NDArray[np.int32]:
         if self._page_tokens is None:
-            return np.array(request.run, np.int64).view(np.int32)
-        assert request.token_ids is not None, "a tree of tokens over a trace without any"
+            return np.array(request.block_ids, np.int64).view(np.int32)
+        assert request.token_ids is not None, "the trace has no token ids"
         return request.token_ids

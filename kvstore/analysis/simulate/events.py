@@ -1,13 +1,15 @@
-"""Requests from what an engine's prefix cache said it stored: KV events, as vLLM publishes them.
+"""Requests from KV events: what vLLM's prefix cache publishes when it stores blocks.
 
-A row is a batch `[time, [event, ...], rank]`, events being maps or arrays (`kvstore.events.codec`),
-or an object with one under "decoded". A file of msgpack batches end to end is read as well.
+A row is a batch `[time, [event, ...], rank]` with events as maps or arrays (see
+`kvstore.events.codec`), or an object with such a batch under "decoded". A file of concatenated
+msgpack batches works too.
 
-A request is a chain of blocks, from the first: what was stored, and by "parent_block_hash" all that
-lies in front. Further blocks on a chain's end within SAME_REQUEST_S belong to the same request (its
-prompt came in parts, or it went on to decode). So a request whose blocks were all there leaves no
-event, and is not seen: the true hit rate is higher. Blocks removed count for nothing: a replay
-decides itself what is evicted. Of several groups of layers, and of media, the first counts.
+A request is a chain of blocks: the stored blocks, and all blocks in front of them by
+"parent_block_hash". Blocks added to the end of a chain within SAME_REQUEST_S belong to the same
+request: its prompt came in parts, or it went on to decode. A request whose blocks were all cached
+leaves no event, so the replay does not see it and the true hit rate is higher. Events of removed
+blocks are ignored: the replay decides what to evict. With several groups of layers or media, only
+the first counts.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ from typing import Any, Final
 
 import msgpack
 
-from kvstore.analysis.simulate.traces import Asked, ends_of
+from kvstore.analysis.simulate.traces import TraceRequest, ends_of
 from kvstore.errors import FrameInvalid
 from kvstore.events.codec import BlockName, BlockStored, decode, short_name
 
 SAME_REQUEST_S: Final = 2.0
-"""Decoding a block of 16 to 64 tokens takes less, reading an answer and writing to it more."""
+"""Decoding a block of 16 to 64 tokens takes less. Reading an answer and replying takes more."""
 DEVICE_MEDIA: Final = (None, "GPU")
 
 
 @dataclass
 class _Chain:
-    """A request under way: its blocks, when it began, and when its end was stored."""
+    """An open request: its blocks, its start time, and the time its last block was stored."""
 
     run: list[int]
     began_s: float
@@ -37,7 +39,7 @@ class _Chain:
 
 
 class EventRows:
-    """Rows that are batches of events."""
+    """Reader of rows that are batches of events."""
 
     format = "vllm kv events"
 
@@ -46,12 +48,12 @@ class EventRows:
         self._wanted = wanted
         self._parents: dict[int, int | None] = {}
         self._open: dict[int, _Chain] = {}
-        """By the name of their last block, the one stored longest ago first."""
+        """Chains by the id of their last block, the least recently extended first."""
         self._start_s: float | None = None
         self._group: int | None = None
 
-    def take(self, row: Any) -> Iterable[Asked]:
-        """Requests that are over by this batch. Raises ValueError saying what is wrong with it."""
+    def take(self, row: Any) -> Iterable[TraceRequest]:
+        """Return the requests that are complete. Raises ValueError if the batch is invalid."""
         try:
             batch = decode(msgpack.packb(_batch_of(row)))
         except (FrameInvalid, TypeError, OverflowError) as error:
@@ -60,17 +62,17 @@ class EventRows:
             self._start_s = batch.time_s
         now_s = batch.time_s - self._start_s
         over = [end for end, c in self._open.items() if now_s - c.stored_s > SAME_REQUEST_S]
-        done = [self._asked(self._open.pop(end)) for end in over]
+        done = [self._request(self._open.pop(end)) for end in over]
         for event in batch.events:
             if isinstance(event, BlockStored) and event.medium in DEVICE_MEDIA:
                 self._stored(event, now_s)
         return sorted(done, key=lambda request: request.time_s)
 
-    def finish(self) -> Iterable[Asked]:
-        """The requests that were under way when the trace ended."""
+    def finish(self) -> Iterable[TraceRequest]:
+        """Return the requests that are open at the end of the trace."""
         chains = sorted(self._open.values(), key=lambda chain: chain.began_s)
         self._open.clear()
-        return [self._asked(chain) for chain in chains]
+        return [self._request(chain) for chain in chains]
 
     def _stored(self, event: BlockStored, now_s: float) -> None:
         group = event.group_idx or 0
@@ -82,7 +84,7 @@ class EventRows:
             self.block_tokens = event.block_size
         if event.block_size != self.block_tokens:
             raise ValueError(
-                f"a block of {event.block_size} tokens; those before have {self.block_tokens}"
+                f"the block has {event.block_size} tokens; earlier blocks have {self.block_tokens}"
             )
         names = [_name(block) for block in event.block_hashes]
         parent = None if event.parent_block_hash is None else _name(event.parent_block_hash)
@@ -98,7 +100,7 @@ class EventRows:
         self._open[names[-1]] = chain
 
     def _path(self, end: int | None) -> list[int]:
-        """The blocks up to this one, from the first that is known."""
+        """Return the blocks up to `end`, from the first known one."""
         path: list[int] = []
         seen: set[int] = set()
         while end is not None and end not in seen:
@@ -107,24 +109,24 @@ class EventRows:
             end = self._parents.get(end)
         return path[::-1]
 
-    def _asked(self, chain: _Chain) -> Asked:
+    def _request(self, chain: _Chain) -> TraceRequest:
         tokens = len(chain.run) * self.block_tokens
         ends = ends_of(len(chain.run), self.block_tokens, tokens)
-        return Asked(tuple(chain.run), ends, tokens, time_s=chain.began_s)
+        return TraceRequest(tuple(chain.run), ends, tokens, time_s=chain.began_s)
 
 
 def is_batch(row: Any) -> bool:
-    """Whether a row looks like a batch of events."""
+    """Return whether a row looks like a batch of events."""
     if isinstance(row, dict):
         return isinstance(row.get("decoded"), list)
     return isinstance(row, list) and len(row) in (2, 3) and isinstance(row[1], list)
 
 
 def _batch_of(row: Any) -> Any:
-    """The batch itself, hashes that JSON had to write as hex being bytes again."""
+    """Return the batch with hashes as bytes. JSON has them as hex."""
     batch = row.get("decoded") if isinstance(row, dict) else row
     if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
-        raise ValueError("is no batch of events; [time, [event, ...], rank] is right")
+        raise ValueError("not a batch of events; expected [time, [event, ...], rank]")
     return [batch[0], [_event(event) for event in batch[1]], *batch[2:]]
 
 

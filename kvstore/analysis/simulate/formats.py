@@ -1,4 +1,4 @@
-"""Opens a trace, whatever of the known formats it is in: told by its first row."""
+"""Opens a trace. The first row tells which of the known formats it has."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from kvstore.analysis.simulate.events import EventRows, is_batch
 from kvstore.analysis.simulate.hash_ids import HashIdRows
 from kvstore.analysis.simulate.lines import Progress, Rows, Source
 from kvstore.analysis.simulate.prompts import PromptRows, is_prompt, load_tokenizer
-from kvstore.analysis.simulate.traces import Asked, short
+from kvstore.analysis.simulate.traces import TraceRequest, shorten
 from kvstore.errors import ConfigError
 
 PROGRESS_ROWS = 256
-"""Rows between two reports of progress."""
+"""Number of rows between two progress reports."""
 
 
 class RowReader(Protocol):
-    """Makes requests of a format's rows."""
+    """Makes requests from the rows of one format."""
 
     format: str
     block_tokens: int
 
-    def take(self, row: Any) -> Iterable[Asked]:
-        """The requests that this row completes. Raises ValueError saying what is wrong with it."""
+    def take(self, row: Any) -> Iterable[TraceRequest]:
+        """Return the requests that this row completes. Raises ValueError if the row is invalid."""
         ...
 
-    def finish(self) -> Iterable[Asked]:
-        """The requests that the last row left incomplete."""
+    def finish(self) -> Iterable[TraceRequest]:
+        """Return the requests that are incomplete after the last row."""
         ...
 
 
 class Trace:
-    """An open trace. requests: to be read once, in arrival order.
+    """An open trace. requests: an iterator in arrival order, to be read once.
 
-    block_tokens: of its blocks, or the most a block has where they differ.
+    block_tokens: tokens per block, or the maximum if the blocks differ.
 
-    Raises ConfigError: it holds no request, or the first one is wrong.
+    Raises ConfigError: the trace has no requests, or the first one is invalid.
     """
 
     def __init__(self, source: Source, rows: Rows, reader: RowReader, progress: Progress) -> None:
@@ -52,14 +52,14 @@ class Trace:
         rest = self._read()
         first = next(rest, None)
         if first is None:
-            raise ConfigError(f"{source.name} holds no request")
-        self.requests: Iterator[Asked] = chain((first,), rest)
+            raise ConfigError(f"{source.name} has no requests")
+        self.requests: Iterator[TraceRequest] = chain((first,), rest)
 
     @property
     def block_tokens(self) -> int:
         return self._reader.block_tokens
 
-    def _read(self) -> Iterator[Asked]:
+    def _read(self) -> Iterator[TraceRequest]:
         reader, source = self._reader, self._source
         for count, (number, row) in enumerate(self._rows):
             try:
@@ -91,23 +91,23 @@ def open_trace(
     keep_ids: bool = False,
     progress: Progress = lambda read, total: None,
 ) -> Trace:
-    """A trace from a file, or from stdin for "-".
+    """Open a trace from a file, or from stdin for "-".
 
-    block_tokens: of a block, where the trace leaves it open. tokenizer: for text; see `prompts`.
-    keep_ids: requests carry their prompts' token ids where the trace has them.
+    block_tokens: tokens per block, for a trace that does not say. tokenizer: for text, see
+    `prompts`. keep_ids: give each request its token ids, if the trace has them.
 
     Raises:
-        ConfigError: it cannot be read, holds nothing, or is in no known format. While it is read:
-            file, line, and what is wrong there.
+        ConfigError: the trace cannot be read, is empty, or has no known format. An error found
+            while reading names the file and the line.
     """
     if block_tokens is not None and block_tokens < 1:
-        raise ConfigError(f"block_tokens is {block_tokens}; it must be at least 1")
+        raise ConfigError(f"block_tokens must be at least 1 (got {block_tokens})")
     source = Source(where)
     try:
         rows = source.rows()
         number, first = next(rows, (0, None))
         if not number:
-            raise ConfigError(f"{source.name} holds no request")
+            raise ConfigError(f"{source.name} has no requests")
         reader: RowReader
         if is_batch(first):
             reader = EventRows(block_tokens)
@@ -118,11 +118,17 @@ def open_trace(
             reader = PromptRows(first, block_tokens, encode, keep_ids=keep_ids)
         else:
             raise ConfigError(
-                f"{source.name}:{number}: {short(first)} is no request; "
-                '{"input_length": tokens, "hash_ids": [...]}, token ids, {"prompt": text} '
-                "or a batch of KV events is right"
+                f"{source.name}:{number}: {shorten(first)} is not a request; "
+                'expected {"input_length": tokens, "hash_ids": [...]}, token ids, '
+                '{"prompt": text} or a batch of KV events'
             )
         return Trace(source, chain(((number, first),), rows), reader, progress)
     except BaseException:
         source.close()
         raise
+
+
+def read_trace(path: Path, block_tokens: int | None = None) -> list[TraceRequest]:
+    """Return all requests of a trace. Raises ConfigError naming the first invalid line."""
+    with open_trace(str(path), block_tokens=block_tokens) as trace:
+        return list(trace.requests)

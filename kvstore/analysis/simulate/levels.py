@@ -1,4 +1,4 @@
-"""One level of cache in a replay: keys, an order of eviction, counts. No bytes."""
+"""One cache level in a replay: keys, an eviction policy and counts. No bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from kvstore.cache.eviction import EvictionPolicy, eviction_policy
 
 
 class Level:
-    """A cache of `capacity_blocks` blocks; None: it never evicts.
+    """A cache of `capacity_blocks` blocks. None: it never evicts.
 
-    A request's blocks are used from the last to the first, so that of equally old ones the first
-    stays longest; only then the level evicts what it holds too many (`trim`). It may so hold one
-    run more than its capacity for a moment, and a run longer than the capacity keeps its start.
+    A request uses its blocks from the last to the first, so among equally old blocks the first
+    stays longest. Only `trim` evicts. So a level can briefly exceed its capacity by one request,
+    and of a request longer than the capacity the start stays.
     """
 
     def __init__(
@@ -37,32 +37,32 @@ class Level:
     def __contains__(self, key: int) -> bool:
         return key in self._resident
 
-    def asked(self, run: Sequence[int]) -> int:
-        """A request asks for the run; length of its leading part that is here."""
+    def lookup(self, run: Sequence[int]) -> int:
+        """Look up a request's blocks. Returns the number of leading ones that are cached."""
         if self._policy is not None:
-            self._policy.asked(run)
+            self._policy.on_lookup(run)
         resident = self._resident
         return next((n for n, key in enumerate(run) if key not in resident), len(run))
 
     def use(self, key: int, nbytes: int = 1) -> bool:
-        """The block is here from now on, and was used; whether it is new."""
+        """Insert or access a block. Returns whether it is new."""
         if key in self._resident:
             if self._policy is not None:
-                self._policy.touched(key)
+                self._policy.on_access(key)
             return False
         self._resident.add(key)
         if self._policy is not None:
-            self._policy.inserted(key, nbytes)
+            self._policy.on_insert(key, nbytes)
         return True
 
     def use_run(self, run: Sequence[int], sizes: Sequence[int]) -> int:
-        """`use` of each block of a run, from the last to the first; bytes of those that are new."""
+        """`use` each block, from the last to the first. Returns the bytes of the new ones."""
         resident, policy, nbytes = self._resident, self._policy, 0
         if policy is None:
             fresh = {key: size for key, size in zip(run, sizes, strict=True) if key not in resident}
             resident.update(fresh)
             return sum(fresh.values())
-        inserted, touched, add = policy.inserted, policy.touched, resident.add
+        inserted, touched, add = policy.on_insert, policy.on_access, resident.add
         for key, size in zip(reversed(run), reversed(sizes), strict=True):
             if key in resident:
                 touched(key)
@@ -73,19 +73,19 @@ class Level:
         return nbytes
 
     def trim(self) -> list[int]:
-        """Evict down to the capacity; returns what went, coldest first."""
+        """Evict down to the capacity. Returns the evicted keys in order."""
         gone: list[int] = []
         if self._policy is None or self.capacity_blocks is None:
             return gone
-        policy, forget = self._policy, self._resident.remove
+        policy, discard = self._policy, self._resident.remove
         for _ in range(len(self._resident) - self.capacity_blocks):
-            key = next(iter(policy.victims()))
-            policy.removed(key)
-            forget(key)
+            key = next(iter(policy.eviction_order()))
+            policy.on_remove(key)
+            discard(key)
             gone.append(key)
         self.evictions += len(gone)
         return gone
 
     def stats(self) -> dict[str, int | float | str]:
-        """What the policy says of itself; nothing for a level that never evicts."""
+        """Return the policy's statistics. Empty for a level that never evicts."""
         return {} if self._policy is None else self._policy.stats()

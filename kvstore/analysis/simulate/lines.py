@@ -1,5 +1,8 @@
-"""A trace's file, or stdin, as numbered rows: JSON values, one a line or all in one list, or
-msgpack values end to end. Streamed; only a list that goes over several lines is read at once."""
+"""Reads a trace, from a file or stdin, as numbered rows.
+
+A trace has JSON values, one per line or all in one list, or concatenated msgpack values. It is
+streamed, except for a JSON list over several lines.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ import msgpack
 from kvstore.errors import ConfigError
 
 LINE_BYTES_MAX: Final = 64 << 20
-"""Longest line of a trace; a million token ids take about 7 MB."""
+"""Maximum length of a line. A million token ids take about 7 MB."""
 LIST_BYTES_MAX: Final = 1 << 30
-"""Most that is read of a trace which is one JSON list over several lines."""
+"""Maximum size of a trace that is one JSON list over several lines."""
 READ_BYTES: Final = 1 << 20
 
 Rows = Iterator[tuple[int, Any]]
@@ -24,7 +27,7 @@ Rows = Iterator[tuple[int, Any]]
 
 
 class Source:
-    """An open trace. name: for messages. `read`: bytes so far; `total`: of all, None for stdin."""
+    """An open trace. name: for messages. read: bytes so far. total: file size, None for stdin."""
 
     def __init__(self, where: str) -> None:
         self.name = "stdin" if where == "-" else where
@@ -39,15 +42,15 @@ class Source:
             self._file = path.open("rb")
             self.total = path.stat().st_size
         except OSError as error:
-            raise ConfigError(f"cannot read a trace from {where!r}: {error.strerror}") from None
+            raise ConfigError(f"cannot read trace {where!r}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Close the file; stdin stays."""
+        """Close the file. Stdin stays open."""
         if self._file is not sys.stdin.buffer:
             self._file.close()
 
     def rows(self) -> Rows:
-        """Its values, one after another. Raises ConfigError: file, line, what is wrong there."""
+        """Yield the values. Raises ConfigError with file, line and reason."""
         first = self._line(1)
         if first[:1] >= b"\x80" and first[:1] < b"\xa0":
             yield from self._packed(first)
@@ -70,9 +73,9 @@ class Source:
         try:
             line = self._file.readline(LINE_BYTES_MAX + 1)
         except OSError as error:
-            raise ConfigError(f"{self.name}:{number}: cannot be read: {error.strerror}") from None
+            raise ConfigError(f"{self.name}:{number}: cannot read: {error.strerror}") from None
         if len(line) > LINE_BYTES_MAX:
-            raise ConfigError(f"{self.name}:{number}: is longer than {LINE_BYTES_MAX} bytes")
+            raise ConfigError(f"{self.name}:{number}: line is longer than {LINE_BYTES_MAX} bytes")
         self.read += len(line)
         return line
 
@@ -81,16 +84,16 @@ class Source:
             return json.loads(text)
         except json.JSONDecodeError as error:
             at = number + error.lineno - 1
-            raise ConfigError(f"{self.name}:{at}: is no JSON: {error.msg}") from None
+            raise ConfigError(f"{self.name}:{at}: invalid JSON: {error.msg}") from None
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{self.name}:{number}: is no JSON: {error}") from None
+            raise ConfigError(f"{self.name}:{number}: invalid JSON: {error}") from None
 
     def _list(self, first: bytes, number: int) -> Rows:
         rest = self._file.read(LIST_BYTES_MAX + 1)
         if len(rest) > LIST_BYTES_MAX:
             raise ConfigError(
-                f"{self.name}: a list over several lines may take {LIST_BYTES_MAX} bytes; "
-                "one value a line may take any number of lines"
+                f"{self.name}: a JSON list over several lines is limited to {LIST_BYTES_MAX} "
+                "bytes; write one value per line instead"
             )
         self.read += len(rest)
         values = self._json(first + rest, number)
@@ -99,20 +102,20 @@ class Source:
             yield number, value
 
     def _packed(self, first: bytes) -> Rows:
-        """msgpack values; "line" then counts values."""
+        """Yield msgpack values. The "line" is then the number of the value."""
         unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=LINE_BYTES_MAX)
-        number, piece = 0, first
+        number, chunk = 0, first
         try:
-            while piece:
-                unpacker.feed(piece)
+            while chunk:
+                unpacker.feed(chunk)
                 for value in unpacker:
                     number += 1
                     yield number, value
-                piece = self._file.read(READ_BYTES)
-                self.read += len(piece)
+                chunk = self._file.read(READ_BYTES)
+                self.read += len(chunk)
         except (ValueError, msgpack.exceptions.UnpackException) as error:
             raise ConfigError(
-                f"{self.name}:{number + 1}: value {number + 1} is no msgpack: {error}"
+                f"{self.name}:{number + 1}: value {number + 1} is invalid msgpack: {error}"
             ) from None
 
 
@@ -125,4 +128,4 @@ def _is_json(line: bytes) -> bool:
 
 
 Progress = Callable[[int, int | None], None]
-"""Told bytes read so far, and of all where that is known."""
+"""Called with the bytes read so far and the total, None if unknown."""

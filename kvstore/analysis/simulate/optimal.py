@@ -1,11 +1,11 @@
-"""The best that any order of eviction could have hit, knowing the future.
+"""Offline-optimal eviction (Belady's OPT): the best hit rate that any eviction policy can reach.
 
-Belady: A study of replacement algorithms for a virtual-storage computer, 1966. After each request
-the block whose next use lies furthest ahead goes first; of two that the same request uses next, the
-deeper one. Who uses a block uses all in front of it too, so a block is never used later than what
-hangs on it: no run gets a hole, and the blocks that hit are the most that can be. Where blocks hold
-different numbers of tokens, as in RAGPulse's trace, the most blocks need not be the most tokens;
-there it is a guess from below.
+Belady: A study of replacement algorithms for a virtual-storage computer, 1966. After each request,
+OPT evicts the block whose next use is furthest ahead. Of two blocks that the same request uses
+next, it evicts the deeper one. A request that uses a block uses all blocks in front of it, so a
+block's next use is never later than that of the blocks behind it. Cached prefixes therefore have no
+gaps, and the number of block hits is the maximum. If blocks hold different numbers of tokens, as in
+RAGPulse's trace, the most blocks need not be the most tokens. There the result is a lower bound.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.analysis.simulate.traces import Asked
+from kvstore.analysis.simulate.traces import TraceRequest
 
 HEAP_SLACK = 1 << 16
-"""Entries of the heap, and as many as there are blocks, that may be out of date at a time."""
+"""Stale heap entries allowed, beyond as many as there are blocks."""
 REPORT_REQUESTS = 1024
-"""Requests between two reports of progress."""
+"""Number of requests between two progress reports."""
 
 
-class Optimum:
-    """What the optimum needs of a trace: 8 bytes a block asked for, and some 40 a request.
+class OfflineOptimal:
+    """Belady's OPT over one trace. Needs 8 bytes per requested block and about 40 per request.
 
-    Fed request by request; then asked for any number of capacities, which takes another 16 bytes a
-    block asked for, and time in proportion to them.
+    Add all requests, then compute any number of capacities. Computing takes another 16 bytes per
+    requested block. Its time is proportional to the number of blocks.
     """
 
     def __init__(self) -> None:
         self._keys = array("q")
         self._ends = array("q")
-        """Hit tokens by blocks, of each request from 0 on."""
+        """Hit tokens by number of blocks, from 0 on, for each request in turn."""
         self._lengths = array("q")
         self._tokens = array("q")
         self._next: NDArray[np.int64] | None = None
 
-    def add(self, request: Asked) -> None:
-        """The next request."""
-        self._keys.extend(request.run)
-        self._lengths.append(len(request.run))
+    def add(self, request: TraceRequest) -> None:
+        """Add the next request."""
+        self._keys.extend(request.block_ids)
+        self._lengths.append(len(request.block_ids))
         self._tokens.append(request.tokens)
         ends = request.ends
         if request.useful is not None and ends[-1] > request.useful:
@@ -54,16 +54,16 @@ class Optimum:
     def hit_rates(
         self, capacity: int | None, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> tuple[float, float]:
-        """Percent of prompt tokens that hit with so many blocks, as `replay.hit_rates`.
+        """Return the percentage of prompt tokens that hit, as `replay.hit_rates`.
 
-        capacity: None: any number. progress: told requests done, and all.
+        capacity: number of blocks. None: unlimited. progress: called with requests done and total.
         """
         assert capacity is None or capacity > 0
         if self._next is None:
             self._next = next_uses(np.frombuffer(self._keys, np.int64) if self._keys else _NONE)
         requests = len(self._lengths)
         hits = [0, 0]
-        cache = _Endless() if capacity is None else _Furthest(capacity)
+        cache = _Unlimited() if capacity is None else _FurthestNextUse(capacity)
         start = ends_at = 0
         for number, length in enumerate(self._lengths):
             run = self._keys[start : start + length]
@@ -73,15 +73,17 @@ class Optimum:
             ends_at += length + 1
             if not number % REPORT_REQUESTS:
                 progress(number, requests)
-        asked = np.frombuffer(self._tokens, np.int64) if requests else _NONE
-        whole, half = int(asked.sum()), int(asked[requests // 2 :].sum())
+        tokens = np.frombuffer(self._tokens, np.int64) if requests else _NONE
+        whole, half = int(tokens.sum()), int(tokens[requests // 2 :].sum())
         return 100 * sum(hits) / max(1, whole), 100 * hits[1] / max(1, half)
 
 
-def optimal_hit_rates(requests: Sequence[Asked], capacity: int) -> tuple[float, float]:
-    """Percent of prompt tokens that hit, as `replay.hit_rates`, with the offline optimum over
-    `capacity` blocks."""
-    optimum = Optimum()
+def optimal_hit_rates(requests: Sequence[TraceRequest], capacity: int) -> tuple[float, float]:
+    """Return the percentage of prompt tokens that hit with OPT over `capacity` blocks.
+
+    The two figures are those of `replay.hit_rates`.
+    """
+    optimum = OfflineOptimal()
     for request in requests:
         optimum.add(request)
     return optimum.hit_rates(capacity)
@@ -91,8 +93,11 @@ _NONE: NDArray[np.int64] = np.empty(0, np.int64)
 
 
 def next_uses(keys: NDArray[Any]) -> NDArray[np.int64]:
-    """For each place of `keys` the next place of the same key; where there is none, the number of
-    places and its own, so that of those never used again the deepest goes first."""
+    """Return the index of the next use of each key in `keys`.
+
+    Without a next use, return len(keys) plus the key's own index. So of blocks that are never used
+    again, OPT evicts the deepest first.
+    """
     order = np.argsort(keys, kind="stable")
     after = np.arange(len(keys), 2 * len(keys), dtype=np.int64)
     same = keys[order[1:]] == keys[order[:-1]]
@@ -100,11 +105,11 @@ def next_uses(keys: NDArray[Any]) -> NDArray[np.int64]:
     return after
 
 
-class _Furthest:
-    """A cache that evicts what is used furthest ahead.
+class _FurthestNextUse:
+    """A cache that evicts the block whose next use is furthest ahead.
 
-    No two blocks are next used at the same place, so a place stands for its block: the heap holds
-    places, negative for the largest first, and is made anew when most are out of date.
+    No two blocks have the same next use, so an index identifies its block. The heap has negated
+    indices, to pop the largest first. It is rebuilt when most of its entries are stale.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -114,7 +119,7 @@ class _Furthest:
         self._heap: list[int] = []
 
     def request(self, run: Sequence[int], after: Sequence[int]) -> int:
-        """Leading blocks of the run that are here; then all of it is, and what must goes."""
+        """Return the number of leading blocks that are cached, then cache all and evict."""
         due, block_at, heap = self._due, self._block_at, self._heap
         hit = next((n for n, key in enumerate(run) if key not in due), len(run))
         for key, use in zip(run, after, strict=True):
@@ -134,15 +139,15 @@ class _Furthest:
         return hit
 
 
-class _Endless:
+class _Unlimited:
     """A cache that never evicts."""
 
     def __init__(self) -> None:
-        self._held: set[int] = set()
+        self._cached: set[int] = set()
 
     def request(self, run: Sequence[int], after: Sequence[int]) -> int:
         """See `_Furthest.request`."""
-        held = self._held
-        hit = next((n for n, key in enumerate(run) if key not in held), len(run))
-        held.update(run)
+        cached = self._cached
+        hit = next((n for n, key in enumerate(run) if key not in cached), len(run))
+        cached.update(run)
         return hit

@@ -1,4 +1,4 @@
-"""What `kvstore simulate` and `kvstore plan` make of their options: sizes, speeds, progress."""
+"""Parses options of `kvstore simulate` and `kvstore plan`: sizes, bandwidths, progress."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvstore.config.renamed import refuse_value
 from kvstore.errors import ConfigError
 from kvstore.prefetch.costs import CostModel, PrefillCurve, TierSpeed
 
 BLOCKS_MAX: Final = 1 << 31
-ENGINES_MAX: Final = 65_536
+CONCURRENCY_MAX: Final = 65_536
 
 
 def blocks_of(text: str, block_bytes: int, option: str) -> int | None:
-    """A tier's size: "infinite", blocks ("4096"), or bytes with a unit ("64GiB"), whole blocks.
+    """Parse a tier's size: "infinite", blocks ("4096"), or bytes with a unit ("64GiB").
 
-    Raises ConfigError: no such size, or not one block.
+    Raises ConfigError: the size is invalid, or smaller than one block.
     """
     from kvstore.config.units import parse_bytes
 
@@ -26,67 +27,70 @@ def blocks_of(text: str, block_bytes: int, option: str) -> int | None:
         return None
     if text.isdigit():
         if not 0 < int(text) <= BLOCKS_MAX:
-            raise ConfigError(f"{option} is {text} blocks; 1 to {BLOCKS_MAX} is right")
+            raise ConfigError(f"{option} must be 1 to {BLOCKS_MAX} blocks (got {text})")
         return int(text)
     nbytes = parse_bytes(text)
     if nbytes < block_bytes:
-        raise ConfigError(f"{option} is {text}, less than one block of {block_bytes} bytes")
+        raise ConfigError(
+            f"{option} must be at least one block of {block_bytes} bytes (got {text})"
+        )
     return min(nbytes // block_bytes, BLOCKS_MAX)
 
 
 def size_of(option: str, blocks: int | None, size: str | None, block_bytes: int) -> int | None:
-    """Blocks of a tier given in blocks or in bytes; 0 where it is not given, None without end.
+    """Parse a tier's size, given in blocks or in bytes. 0: not given. None: unlimited.
 
-    Raises ConfigError: no such size, or both are given.
+    Raises ConfigError: the size is invalid, or both forms are given.
     """
     if blocks is not None and size is not None:
-        raise ConfigError(f"{option}-blocks and {option} are two sizes of one tier; give one")
+        raise ConfigError(f"give {option}-blocks or {option}, not both")
     if blocks is not None:
         return blocks_of(str(blocks), block_bytes, f"{option}-blocks")
     if size is None:
         return 0
     if size.strip().isdigit():
-        raise ConfigError(f"{option} is {size}; write a unit ({size}GiB), or {option}-blocks")
+        raise ConfigError(f"{option} needs a unit ({size}GiB), or use {option}-blocks (got {size})")
     return blocks_of(size, block_bytes, option)
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What computing and loading take, as options say."""
+    """Speed of computing and of loading, as given by options."""
 
     prefill_rate: str
-    l2_speed: str
-    l3_speed: str
+    l2_bandwidth: str
+    l3_bandwidth: str
     l3_latency: str
 
     def model(self, *, block_bytes: int, block_tokens: int) -> CostModel:
-        """The cost model. Raises ConfigError for an option that is wrong."""
+        """Return the cost model. Raises ConfigError if an option is invalid."""
         from kvstore.analysis.simulate.tiers import L2, L3
         from kvstore.config.units import parse_bytes, parse_duration_s
 
         speeds = (
-            TierSpeed(L2, float(parse_bytes(self.l2_speed.removesuffix("/s")))),
+            TierSpeed(L2, float(parse_bytes(self.l2_bandwidth.removesuffix("/s")))),
             TierSpeed(
                 L3,
-                float(parse_bytes(self.l3_speed.removesuffix("/s"))),
+                float(parse_bytes(self.l3_bandwidth.removesuffix("/s"))),
                 parse_duration_s(self.l3_latency),
             ),
         )
         return CostModel(PrefillCurve.read(self.prefill_rate), speeds, block_bytes, block_tokens)
 
 
-def names(text: str, known: Sequence[str], what: str) -> list[str]:
-    """Names separated by commas. Raises ConfigError with what is known for any other."""
+def parse_names(text: str, known: Sequence[str], what: str) -> list[str]:
+    """Parse names separated by commas. Raises ConfigError for an unknown name."""
     found = [name.strip() for name in text.split(",")]
     for name in found:
+        refuse_value(what, name)
         if name not in known:
-            raise ConfigError(f"unknown {what} {name!r}; one of {', '.join(known)} is right")
+            raise ConfigError(f"unknown {what} {name!r}; use one of {', '.join(known)}")
     return found
 
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int | None], None]]:
-    """A bar on stderr, where that is a terminal: told what, how much is done, and of how much."""
+    """Show a progress bar on stderr if it is a terminal. Call it with (task, done, total)."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 

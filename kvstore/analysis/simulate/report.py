@@ -1,4 +1,4 @@
-"""Figures of replays as tables and pictures."""
+"""Prints and plots the figures of replays."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvstore.errors import ConfigError
 
 Figures = dict[str, Any]
 
-PICTURES = (".png", ".svg", ".html")
+PLOT_SUFFIXES = (".png", ".svg", ".html")
 
 
 def show(found: Sequence[Figures]) -> None:
-    """Print one replay in full, or several as a table with a line each."""
+    """Print one replay in full, or several as a table with one line each."""
     if len(found) == 1:
         _show_one(found[0])
     else:
@@ -52,15 +52,15 @@ def _show_one(figures: Figures) -> None:
     table.add_row("all", "", *(f"{rate:.2f}%" for rate in rates), f"{figures['evictions']:,}")
     if "offline_optimal_hit_rate" in figures:
         best = ("offline_optimal_hit_rate", "offline_optimal_hit_rate_second_half")
-        table.add_row("optimum", "", *(f"{figures[name]:.2f}%" for name in best))
+        table.add_row("offline optimal", "", *(f"{figures[name]:.2f}%" for name in best))
         regret = ("regret", "regret_second_half")
         table.add_row("regret", "", *(f"{figures[name]:.2f}" for name in regret))
     console.print(table)
-    for name, what in (("ttft_s", "TTFT"), ("ttft_cold_s", "TTFT, nothing cached")):
+    for name, what in (("ttft_s", "TTFT"), ("ttft_cold_s", "TTFT without cache")):
         spread = ", ".join(f"{key} {value * 1e3:,.0f}" for key, value in figures[name].items())
         console.print(f"{what}, ms: {spread}", highlight=False)
     saved, spent = figures["gpu_seconds_saved"], figures["gpu_seconds"]
-    line = f"GPU seconds of prefill: {spent:,.1f}, {saved:,.1f} saved"
+    line = f"GPU seconds of prefill: {spent:,.1f} ({saved:,.1f} saved)"
     if "usd_saved" in figures:
         line += f" (${figures['usd_saved']:,.2f})"
     console.print(line, highlight=False)
@@ -71,7 +71,7 @@ def _show_many(found: Sequence[Figures]) -> None:
     from rich.table import Table
 
     table = Table()
-    names = ("L2 blocks", "eviction", "write", "prefetch")
+    names = ("L2 blocks", "eviction", "write", "load policy")
     figures = (
         "hit rate",
         "second half",
@@ -90,7 +90,7 @@ def _show_many(found: Sequence[Figures]) -> None:
             _count(row["tiers"].get("l2", {}).get("capacity_blocks", 0)),
             row["eviction"],
             row["write"],
-            row["prefetch"],
+            row["load_policy"],
             f"{row['token_hit_rate']:.2f}%",
             f"{row['token_hit_rate_second_half']:.2f}%",
             f"{row['regret']:.2f}" if "regret" in row else "",
@@ -102,18 +102,18 @@ def _show_many(found: Sequence[Figures]) -> None:
     Console().print(table)
 
 
-def check_picture(picture: Path) -> None:
-    """Raises ConfigError: the file's name says no known kind of picture."""
-    if picture.suffix not in PICTURES:
+def check_plot_path(path: Path) -> None:
+    """Raise ConfigError if the suffix of the file is not one that can be plotted."""
+    if path.suffix not in PLOT_SUFFIXES:
         raise ConfigError(
-            f"{str(picture)!r} is no picture; a name in {', '.join(PICTURES)} is right"
+            f"--plot must be a file that ends in {', '.join(PLOT_SUFFIXES)} (got {str(path)!r})"
         )
 
 
-def draw(found: Sequence[Figures], picture: Path) -> None:
-    """Hit rate and mean time to first token over the size of L2, a line for each policy.
+def plot(found: Sequence[Figures], path: Path) -> None:
+    """Plot hit rate and mean time to first token over the size of L2, one line per policy.
 
-    Raises ConfigError: it cannot be written.
+    Raises ConfigError: the file cannot be written.
     """
     import matplotlib
 
@@ -132,9 +132,9 @@ def draw(found: Sequence[Figures], picture: Path) -> None:
     best = {_l2(row): row["offline_optimal_hit_rate"] for row in found if "regret" in row}
     if best:
         sizes = sorted(best)
-        rates.plot(sizes, [best[size] for size in sizes], "k--", label="offline optimum")
+        rates.plot(sizes, [best[size] for size in sizes], "k--", label="offline optimal")
     times.axhline(
-        found[0]["ttft_cold_s"]["mean"] * 1e3, color="grey", linestyle=":", label="nothing cached"
+        found[0]["ttft_cold_s"]["mean"] * 1e3, color="grey", linestyle=":", label="without cache"
     )
     for axes, title in ((rates, "prompt tokens that hit, %"), (times, "mean TTFT, ms")):
         axes.set_xscale("log", base=2)
@@ -144,18 +144,18 @@ def draw(found: Sequence[Figures], picture: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     try:
-        if picture.suffix == ".html":
-            picture.write_text(_page(figure, found))
+        if path.suffix == ".html":
+            path.write_text(_page(figure, found))
         else:
-            figure.savefig(picture, dpi=130)
+            figure.savefig(path, dpi=130)
     except OSError as error:
-        raise ConfigError(f"cannot write {str(picture)!r}: {error.strerror}") from None
+        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}") from None
     finally:
         pyplot.close(figure)
 
 
 def _page(figure: Any, found: Sequence[Figures]) -> str:
-    """One HTML page with the picture and its figures in it, and nothing outside it."""
+    """Return one self-contained HTML page with the plot and its figures."""
     import html
     import io
 
@@ -163,13 +163,21 @@ def _page(figure: Any, found: Sequence[Figures]) -> str:
     figure.savefig(svg, format="svg")
     drawing = svg.getvalue()
     drawing = drawing[drawing.index("<svg") :]
-    columns = ("l2", "eviction", "write", "prefetch", "hit rate, %", "optimum, %", "mean TTFT, ms")
+    columns = (
+        "L2 blocks",
+        "eviction",
+        "write",
+        "load policy",
+        "hit rate, %",
+        "offline optimal, %",
+        "mean TTFT, ms",
+    )
     rows = [
         (
             _count(row["tiers"].get("l2", {}).get("capacity_blocks", 0)),
             row["eviction"],
             row["write"],
-            row["prefetch"],
+            row["load_policy"],
             f"{row['token_hit_rate']:.2f}",
             f"{row['offline_optimal_hit_rate']:.2f}" if "regret" in row else "",
             f"{row['ttft_s']['mean'] * 1e3:,.1f}",
@@ -189,15 +197,15 @@ def _page(figure: Any, found: Sequence[Figures]) -> str:
 
 
 def _label(row: Figures, found: Sequence[Figures]) -> str:
-    """What tells this row's line from others: the policies that differ between rows."""
+    """Return the legend of a row's line: the policies that differ between rows."""
     differ = [
-        name for name in ("eviction", "write", "prefetch") if len({r[name] for r in found}) > 1
+        name for name in ("eviction", "write", "load_policy") if len({r[name] for r in found}) > 1
     ]
     return ", ".join(str(row[name]) for name in differ or ["eviction"])
 
 
 def _l2(row: Figures) -> float:
-    """Blocks of L2; where it never evicts, all that it holds."""
+    """Return the capacity of L2 in blocks. If L2 never evicts, the blocks that it has."""
     level = row["tiers"].get("l2")
     if level is None:
         return 1.0

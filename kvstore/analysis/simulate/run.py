@@ -1,14 +1,15 @@
-"""A whole replay: L1, L2, a tier below, their policies, and times under a cost model.
+"""A complete replay: L1, L2, a tier below, their policies, and times from a cost model.
 
-What is replayed is the store's own code: the engine's radix tree (`device`), the orders of eviction
+The replay uses the store's own code: the engine's radix tree (`device`), the eviction policies
 (`levels`), the write policies (`tiers`) and the prefetch policies (`waits`). Requests take effect
-one after another in the trace's order: the blocks of one are there when the next asks. Time is
-virtual: it decides what prefetch brings and what a request waits, not what is cached.
+one after another in trace order: the blocks of one are cached when the next arrives. Time is
+virtual. It decides how much is prefetched and how long a request waits, not what is cached.
 
-Two terms make a request's time: prefill, of which hits spare a part, and decode, which is the same
-whatever is cached and is left out. Time to first token = waiting for an engine, or for blocks from
-below, whichever is longer; then copying what lies in L2 to the device; then computing the rest. A
-GPU second saved is one of prefill that was not computed: copies run beside computing.
+A request takes two times: prefill, which hits shorten, and decode, which is always the same and is
+left out. Time to first token is the sum of three parts. The first is the longer of the waits for an
+engine and for blocks from below. The second is the copy of L2's blocks to the device. The third is
+computing the rest. A saved GPU second is a second of prefill that was not computed: copies overlap
+with computing.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import numpy as np
 from kvstore.analysis.simulate.device import Device
 from kvstore.analysis.simulate.levels import Level
 from kvstore.analysis.simulate.tiers import COMPUTED, L1, L2, L3, Tiers
-from kvstore.analysis.simulate.traces import Asked
-from kvstore.analysis.simulate.waits import ALWAYS, MIN_TOKENS, Taken, Waits
+from kvstore.analysis.simulate.traces import TraceRequest
+from kvstore.analysis.simulate.waits import ALWAYS, MIN_TOKENS, LoadResult, WaitModel
 from kvstore.cache.write_policy import write_policy
 from kvstore.prefetch.costs import CostModel
 
@@ -35,10 +36,10 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Shape:
-    """What is replayed. A tier of 0 blocks is not there; None: it never evicts.
+    """Configuration of a replay. A tier of 0 blocks does not exist. None: it never evicts.
 
-    l1_pages: of the engine's pool; page_tokens: of a page, None: a page is a block.
-    engines: requests computed at a time, each as if alone; 0: any number.
+    l1_pages: size of the engine's page pool. page_tokens: tokens per page. None: one block.
+    engines: maximum requests computed concurrently, without batching slowdown. 0: unlimited.
     """
 
     costs: CostModel
@@ -51,24 +52,24 @@ class Shape:
     l3_eviction: str = "lru"
     write: str = "write_through"
     selective_hits: int = 2
-    prefetch: str = ALWAYS
+    load_policy: str = ALWAYS
     min_tokens: int = MIN_TOKENS
-    engines: int = 0
+    concurrency: int = 0
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """Names of the tiers that are there, from the top."""
+        """Return the names of the existing tiers, from the top."""
         there = {L1: self.l1_pages, L2: self.l2_blocks, L3: self.l3_blocks}
         return tuple(name for name, size in there.items() if size != 0)
 
     def blocks(self, tier: str, block_tokens: int) -> int | None:
-        """Capacity of a tier, in blocks of so many tokens."""
+        """Return the capacity of a tier, in blocks of `block_tokens` tokens."""
         if tier == L1:
             return self.l1_pages * (self.page_tokens or block_tokens) // block_tokens
         return self.l2_blocks if tier == L2 else self.l3_blocks
 
     def all_blocks(self, block_tokens: int) -> int | None:
-        """Blocks that all tiers hold together; None where one never evicts."""
+        """Return the blocks that all tiers hold together. None: a tier never evicts."""
         sizes = [self.blocks(tier, block_tokens) for tier in self.tiers]
         known = [size for size in sizes if size is not None]
         return sum(known) if len(known) == len(sizes) else None
@@ -76,20 +77,20 @@ class Shape:
 
 @dataclass
 class Counts:
-    """What a replay counted of each request, in order. 8 bytes a request each."""
+    """Counts of a replay, one entry per request in order. 8 bytes each."""
 
     tokens: array[int] = field(default_factory=lambda: array("q"))
     hits: dict[str, array[int]] = field(default_factory=dict)
     """Prompt tokens that hit, by tier."""
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     cold_s: array[float] = field(default_factory=lambda: array("d"))
-    """Time to first token with nothing cached and an engine free."""
+    """Time to first token with an empty cache and an idle engine."""
     gpu_s: float = 0.0
     gpu_cold_s: float = 0.0
 
 
 class Replay:
-    """One shape, driven request by request."""
+    """Replay of one shape, driven request by request."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -100,24 +101,24 @@ class Replay:
         below = Level(shape.l3_blocks, shape.l3_eviction) if L3 in tiers else None
         write = write_policy(shape.write, selective_hits=shape.selective_hits)
         self._tiers = Tiers(host, below, write)
-        self._waits = Waits(shape.prefetch, shape.costs, shape.min_tokens)
-        self._free_s = [0.0] * shape.engines
+        self._waits = WaitModel(shape.load_policy, shape.costs, shape.min_tokens)
+        self._free_s = [0.0] * shape.concurrency
 
-    def step(self, request: Asked) -> None:
-        """The next request of the trace."""
+    def step(self, request: TraceRequest) -> None:
+        """Replay the next request of the trace."""
         shape, device = self.shape, self._device
         ends, bpt = request.ends, shape.bytes_per_token
         here = device.hit_tokens(request) if device is not None else 0
         first = 0
-        while here and first < len(request.run) and ends[first + 1] <= here:
+        while here and first < len(request.block_ids) and ends[first + 1] <= here:
             first += 1
-        run = request.run[first:] if first else request.run
+        run = request.block_ids[first:] if first else request.block_ids
         inner = ends[first:]
         sizes = [(b - a) * bpt for a, b in pairwise(inner)]
         found = self._tiers.find(run)
         now_s = request.time_s
         can_start_s = max(0.0, self._free_s[0] - now_s) if self._free_s else 0.0
-        taken = self._waits.take(now_s, found, sizes, inner[1:], can_start_s, inner[0])
+        taken = self._waits.load(now_s, found, sizes, inner[1:], can_start_s, inner[0])
         found = found[: taken.blocks]
         if taken.computed:
             found = [COMPUTED if n in taken.computed else tier for n, tier in enumerate(found)]
@@ -128,7 +129,7 @@ class Replay:
         if device is not None:
             device.keep(request)
 
-    def _count(self, request: Asked, here: int, first: int, found: Sequence[str]) -> None:
+    def _count(self, request: TraceRequest, here: int, first: int, found: Sequence[str]) -> None:
         self.counts.tokens.append(request.tokens)
         hits = {L1: here, L2: 0, L3: 0, COMPUTED: 0}
         at, index = here, first
@@ -141,14 +142,14 @@ class Replay:
         for tier, kept in self.counts.hits.items():
             kept.append(hits[tier])
 
-    def _time(self, request: Asked, hit: int, can_start_s: float, taken: Taken) -> None:
+    def _time(self, request: TraceRequest, hit: int, can_start_s: float, taken: LoadResult) -> None:
         prefill = self.shape.costs.prefill
         cold_s = prefill.cold_s(request.tokens)
         compute_s = prefill.seconds(max(0, min(hit, request.tokens - 1)), request.tokens)
         wait_s, load_s = max(can_start_s, taken.wait_s), taken.load_s
         if self._free_s:
             heapq.heapreplace(self._free_s, request.time_s + wait_s + load_s + compute_s)
-        self._waits.computed(min(hit, request.tokens - 1), request.tokens, compute_s)
+        self._waits.record_prefill(min(hit, request.tokens - 1), request.tokens, compute_s)
         counts = self.counts
         counts.ttft_s.append(wait_s + load_s + compute_s)
         counts.cold_s.append(cold_s)
@@ -156,7 +157,7 @@ class Replay:
         counts.gpu_cold_s += cold_s
 
     def result(self, block_tokens: int) -> dict[str, Any]:
-        """All figures, as JSON has them. Rates are percent of prompt tokens."""
+        """Return all figures for JSON. Rates are percentages of prompt tokens."""
         counts, shape = self.counts, self.shape
         tokens = np.array(counts.tokens, np.int64)
         hits = {tier: np.array(kept, np.int64) for tier, kept in counts.hits.items()}
@@ -205,7 +206,7 @@ class Replay:
 
 
 def rates(hits: Any, tokens: Any) -> tuple[float, float]:
-    """Percent of tokens that hit: of all requests, and of those from the middle one on."""
+    """Return percentages of tokens that hit: of all requests, and of the second half."""
     half = len(tokens) // 2
     return (
         100 * int(hits.sum()) / max(1, int(tokens.sum())),
@@ -214,7 +215,7 @@ def rates(hits: Any, tokens: Any) -> tuple[float, float]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, percentiles and most of some times."""
+    """Return mean, percentiles and maximum of some times."""
     if not len(seconds):
         return {}
     values = np.array(seconds)

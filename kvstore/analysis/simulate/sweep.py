@@ -1,23 +1,23 @@
-"""One trace through several replays at once, and what the best order of eviction would have hit."""
+"""Runs one trace through several replays at once, and computes the offline-optimal hit rates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
-from kvstore.analysis.simulate.optimal import Optimum
+from kvstore.analysis.simulate.optimal import OfflineOptimal
 from kvstore.analysis.simulate.run import Replay, Shape
-from kvstore.analysis.simulate.traces import Asked
+from kvstore.analysis.simulate.traces import TraceRequest
 
 REPLAYS_MAX: Final = 256
-"""Replays of one sweep; each holds its caches in memory."""
+"""Maximum number of replays in a sweep. Each keeps its caches in memory."""
 
 Progress = Callable[[str, int, int | None], None]
-"""Told what is done, how much of it, and of how much."""
+"""Called with the task, the amount done and the total."""
 
 
 class Requests(Protocol):
-    """Requests, read once, and where they come from. `formats.Trace` is one."""
+    """A source of requests that are read once. `formats.Trace` is one."""
 
     @property
     def name(self) -> str: ...
@@ -29,25 +29,25 @@ class Requests(Protocol):
     def block_tokens(self) -> int: ...
 
     @property
-    def requests(self) -> Iterator[Asked]: ...
+    def requests(self) -> Iterator[TraceRequest]: ...
 
 
 class Sweep:
-    """Replays of several shapes over one trace, read once.
+    """Replays of several shapes over one trace, which is read once.
 
-    optimum: also find the offline optimum of each total capacity.
+    offline_optimal: also compute the offline-optimal hit rate of each total capacity.
     """
 
-    def __init__(self, shapes: Sequence[Shape], *, optimum: bool = True) -> None:
+    def __init__(self, shapes: Sequence[Shape], *, offline_optimal: bool = True) -> None:
         assert 0 < len(shapes) <= REPLAYS_MAX
         self.replays = [Replay(shape) for shape in shapes]
-        self._optimum = Optimum() if optimum else None
+        self._offline_optimal = OfflineOptimal() if offline_optimal else None
 
     def run(
         self, trace: Requests, progress: Progress = lambda what, done, total: None
     ) -> list[dict[str, Any]]:
-        """The figures of each shape, as JSON has them (`run.Replay.result`, and the optimum's)."""
-        optimum, replays = self._optimum, self.replays
+        """Return the figures of each shape for JSON (`Replay.result` and the optimal rates)."""
+        optimum, replays = self._offline_optimal, self.replays
         for request in trace.requests:
             for replay in replays:
                 replay.step(request)
@@ -63,7 +63,7 @@ class Sweep:
                 continue
             if capacity not in best:
                 best[capacity] = optimum.hit_rates(
-                    capacity, lambda done, total: progress("optimum", done, total)
+                    capacity, lambda done, total: progress("offline optimal", done, total)
                 )
             figures |= _regret(figures, *best[capacity])
         return found
@@ -79,8 +79,8 @@ def _facts(trace: Requests, shape: Shape, capacity: int | None) -> dict[str, Any
         "eviction": shape.eviction,
         "l3_eviction": shape.l3_eviction,
         "write": shape.write,
-        "prefetch": shape.prefetch,
-        "engines": shape.engines,
+        "load_policy": shape.load_policy,
+        "concurrency": shape.concurrency,
     }
 
 

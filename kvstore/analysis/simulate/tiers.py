@@ -1,4 +1,4 @@
-"""L2 and a tier below it in a replay: which block lies where, and what goes down when."""
+"""L2 and a tier below it in a replay: where each block is, and when it is written down."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from kvstore.cache.write_policy import WritePolicy
 
 L1, L2, L3 = "l1", "l2", "l3"
 COMPUTED = "computed"
-"""In place of a tier: the block was held below, and computed all the same, sooner than it came."""
+"""In place of a tier: the block was cached below, but computing it was faster than loading it."""
 
 
 class Tiers:
     """L2 (`host`), a tier below (`below`), or both.
 
-    As in the store: what a request computes goes to L2, and from there down when the write policy
-    says so; what is loaded from below is in L2 afterwards. Writes reach the tier before the next
-    request does, and none is dropped. Within a request the deepest block is written and used first,
-    so that the first stays longest; the disk tier evicts whole segments, this one blocks.
+    As in the store, a request saves its computed blocks to L2. The write policy decides when L2
+    writes a block to the tier below. Blocks loaded from below are in L2 afterwards. Writes complete
+    before the next request, and none is dropped. A request writes and uses its deepest block first,
+    so that the first block stays longest. The real disk tier evicts whole segments, this one
+    single blocks.
     """
 
     def __init__(self, host: Level | None, below: Level | None, write: WritePolicy) -> None:
@@ -33,9 +34,9 @@ class Tiers:
         self._sizes: dict[int, int] = {}
 
     def find(self, run: Sequence[int]) -> list[str]:
-        """A request asks for these blocks; where each of the leading ones that are held lies."""
+        """Look up a request's blocks. Returns the tier of each leading block that is cached."""
         host, below = self.host, self.below
-        here = host.asked(run) if host is not None else 0
+        here = host.lookup(run) if host is not None else 0
         found = [L2] * here
         if below is None:
             return found
@@ -49,7 +50,7 @@ class Tiers:
         return found
 
     def keep(self, run: Sequence[int], sizes: Sequence[int], found: Sequence[str]) -> None:
-        """The request ran, with what was `found` loaded and the others computed.
+        """Record that the request ran: its `found` blocks were loaded, the others computed.
 
         sizes: bytes of each block.
         """
@@ -77,7 +78,7 @@ class Tiers:
             below.trim()
 
     def _up(self, host: Level, key: int, nbytes: int) -> None:
-        """The block is in L2 and was used."""
+        """Put a block into L2, or count its use."""
         if host.use(key, nbytes):
             self.bytes_written[L2] += nbytes
             if self._keeps_sizes:
@@ -100,7 +101,7 @@ class Tiers:
                 self._down(key, nbytes)
 
     def _down(self, key: int, nbytes: int) -> None:
-        """Write the block to the tier below, unless it is there."""
+        """Write a block to the tier below, unless it is there already."""
         if self.below is not None and key not in self.below:
             self.below.use(key, nbytes)
             self.bytes_written[L3] += nbytes

@@ -1,10 +1,12 @@
-"""Requests as a replay sees them: which blocks, how long, when. `formats` reads them from files."""
+"""Requests of a trace as a replay reads them: blocks, tokens, arrival time.
+
+`formats` reads them from files.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -12,23 +14,23 @@ from numpy.typing import NDArray
 
 MOONCAKE_BLOCK_TOKENS: Final = 512
 WHOLE_MAX: Final = 1 << 40
-"""Largest number of tokens that a trace may name: sums of them stay below 2^63."""
+"""Maximum number of tokens in a field of a trace. It keeps sums below 2^63."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class TraceRequest:
     """One request.
 
-    run: its blocks, from the first; equal names mean equal prefixes. Below 2^63.
-    ends: prompt tokens before each block, and up to the end of the last.
-    tokens: of the prompt.
-    useful: tokens of the prompt that a hit may spare at most; None: all of them. Where an engine's
-        own rules are followed the last token never hits, as it is computed to get the first logits.
-    time_s: when it arrives, from the trace's start.
-    token_ids: of the prompt, int32, where the trace has them.
+    run: ids of the prompt's blocks, in order. Equal ids mean equal prefixes. Below 2^63.
+    ends: prompt tokens before each block, then the tokens up to the end of the last block.
+    tokens: length of the prompt.
+    useful: maximum number of prompt tokens that a hit can save. None: all of them. By an engine's
+        rules the last token never hits, because the engine computes it to get the first logits.
+    time_s: arrival time, in seconds from the start of the trace.
+    token_ids: the prompt's tokens, int32. None: the trace does not have them.
     """
 
-    run: tuple[int, ...]
+    block_ids: tuple[int, ...]
     ends: tuple[int, ...]
     tokens: int
     useful: int | None = None
@@ -37,40 +39,29 @@ class Asked:
     token_ids: NDArray[np.int32] | None = None
 
     def hit_tokens(self, blocks: int) -> int:
-        """Prompt tokens that a hit of so many leading blocks spares."""
+        """Return the number of prompt tokens that a hit of this many leading blocks saves."""
         end = self.ends[blocks]
         return end if self.useful is None else min(end, self.useful)
 
 
 def ends_of(blocks: int, block_tokens: int, tokens: int) -> tuple[int, ...]:
-    """`Asked.ends` of blocks that all have the same length, none of it beyond the prompt."""
+    """Return `TraceRequest.ends` for blocks of equal length. No end is beyond the prompt."""
     full = min(blocks, tokens // block_tokens)
     return (*range(0, full * block_tokens + 1, block_tokens), *(tokens,) * (blocks - full))
 
 
-def read_trace(path: Path, block_tokens: int | None = None) -> list[Asked]:
-    """All requests of a trace, in any format that `formats` knows.
-
-    Raises ConfigError naming the first line that is none.
-    """
-    from kvstore.analysis.simulate.formats import open_trace
-
-    with open_trace(str(path), block_tokens=block_tokens) as trace:
-        return list(trace.requests)
-
-
-def whole(row: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A field that is a whole number, 0 to WHOLE_MAX. Raises ValueError saying what is wrong."""
+def int_field(row: dict[str, Any], name: str, default: int | None = None) -> int:
+    """Return an integer field, from 0 to WHOLE_MAX. Raises ValueError with the reason."""
     value = row.get(name, default)
     if type(value) is not int or not 0 <= value <= WHOLE_MAX:
-        raise ValueError(f"{name!r} is {short(value)}; a whole number from 0 to 2^40 is right")
+        raise ValueError(f"{name!r} must be an integer from 0 to 2^40 (got {shorten(value)})")
     return value
 
 
 def time_of(row: dict[str, Any], unit_s: float) -> float:
-    """Its "timestamp", in units of so many seconds; 0.0 where there is none.
+    """Return the row's "timestamp" in seconds, or 0.0 if it has none. unit_s: its unit.
 
-    Raises ValueError saying what is wrong.
+    Raises ValueError with the reason.
     """
     value = row.get("timestamp", 0)
     try:
@@ -78,11 +69,11 @@ def time_of(row: dict[str, Any], unit_s: float) -> float:
     except (TypeError, OverflowError):
         seconds = math.nan
     if not math.isfinite(seconds):
-        raise ValueError(f"'timestamp' is {short(value)}; a number is right")
+        raise ValueError(f"'timestamp' must be a number (got {shorten(value)})")
     return seconds
 
 
-def short(value: Any) -> str:
-    """A value as a message shows it: cut when it is long."""
+def shorten(value: Any) -> str:
+    """Return a value as a message shows it, cut if it is long."""
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

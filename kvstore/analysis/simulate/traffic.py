@@ -1,10 +1,11 @@
-"""Requests made up from a description of traffic: conversations that begin with shared prompts.
+"""Generates requests from a description of traffic: conversations with shared first prompts.
 
-Conversations begin at random (Poisson), each with one of some shared first prompts (a system
-prompt, a document; the k-th most popular is 1/k as popular as the first). A turn asks with all that
-was said before and some new tokens; the answer is added, and after a while the next turn comes, or
-none. Turns are geometric in number, new tokens, answers and gaps exponential, with the means given.
-A prompt's last, partial block has no name, as in the store.
+Conversations start at random (Poisson). Each starts with one of several shared prompts, such as a
+system prompt or a document. The k-th most popular prompt is 1/k as popular as the first. A turn
+sends the whole conversation so far and some new tokens, and the answer is appended. After a gap the
+next turn follows, or the conversation ends. The number of turns is geometric. New tokens, answers
+and gaps are exponential, with the given means. As in the store, the last partial block of a prompt
+has no id.
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Final
 
-from kvstore.analysis.simulate.traces import Asked
+from kvstore.analysis.simulate.traces import TraceRequest
 from kvstore.config.units import parse_duration_s
 from kvstore.errors import ConfigError
 
 CONTEXT_MAX: Final = 131_072
-"""A conversation that would grow longer, in tokens, ends."""
+"""A conversation ends before its next turn if it has this many tokens."""
 PREFIXES_MAX: Final = 1_000_000
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """rate: requests a second. prefix: tokens of a shared first prompt; prefixes: how many there
-    are. turns: of a conversation. turn, output: new tokens of a turn, and of an answer. gap:
-    seconds between an answer and the next turn. All but `prefix` and `prefixes` are means."""
+    """Description of traffic. All values but `prefix` and `prefixes` are means.
+
+    rate: requests per second. prefix: tokens of a shared first prompt. prefixes: number of shared
+    prompts. turns: turns per conversation. turn, output: new tokens per turn and per answer. gap:
+    seconds between an answer and the next turn.
+    """
 
     rate: float = 1.0
     prefix: int = 1000
@@ -43,17 +47,18 @@ class Traffic:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not least <= value < float("inf"):
-                raise ConfigError(f"traffic: {name} is {value}; {least:g} or more is right")
+                raise ConfigError(f"traffic: {name} must be at least {least:g} (got {value})")
         if self.rate <= 0 or self.prefixes > PREFIXES_MAX:
             raise ConfigError(
-                f"traffic: rate above 0 and {PREFIXES_MAX} prefixes at most are right"
+                f"traffic: rate must be above 0 and prefixes at most {PREFIXES_MAX} "
+                f"(got rate={self.rate}, prefixes={self.prefixes})"
             )
 
     @classmethod
     def parse(cls, text: str) -> Traffic:
-        """Of "rate=2,prefix=1500,turns=6,gap=1m"; what is not named is as by default.
+        """Parse text like "rate=2,prefix=1500,turns=6,gap=1m". Missing names keep their default.
 
-        Raises ConfigError: an unknown name, or a value that is none.
+        Raises ConfigError: a name is unknown, or a value is invalid.
         """
         known = {each.name: each.default for each in fields(cls)}
         given: dict[str, float] = {}
@@ -61,12 +66,12 @@ class Traffic:
             name, _, value = part.partition("=")
             if name not in known:
                 raise ConfigError(
-                    f"traffic: unknown {name!r}; {', '.join(known)} are known, as in rate=2,turns=6"
+                    f"traffic: unknown name {name!r}; use {', '.join(known)}, as in rate=2,turns=6"
                 )
             try:
                 number = parse_duration_s(value) if name == "gap" else float(value)
             except ValueError:
-                raise ConfigError(f"traffic: {name} is {value!r}; a number is right") from None
+                raise ConfigError(f"traffic: {name} must be a number (got {value!r})") from None
             given[name] = int(number) if isinstance(known[name], int) else number
         return cls(**given)  # type: ignore[arg-type]
 
@@ -84,7 +89,7 @@ _LEAST: Final = {
 
 @dataclass
 class _Talk:
-    """A conversation: the blocks that are full, and tokens so far."""
+    """A conversation: the ids of its full blocks, and its tokens so far."""
 
     run: tuple[int, ...]
     tokens: int
@@ -92,8 +97,8 @@ class _Talk:
 
 def generate(
     traffic: Traffic, requests: int, block_tokens: int = 16, seed: int = 0
-) -> Iterator[Asked]:
-    """So many requests, in order of their arrival; the same for the same arguments."""
+) -> Iterator[TraceRequest]:
+    """Yield requests in order of arrival. Equal arguments give equal requests."""
     draw = random.Random(seed)
     names = itertools.count()
     shared = traffic.prefix // block_tokens
@@ -117,7 +122,7 @@ def generate(
         fresh = talk.tokens // block_tokens - len(talk.run)
         talk.run += tuple(itertools.islice(names, fresh))
         output = _some(draw, traffic.output)
-        yield Asked(
+        yield TraceRequest(
             talk.run,
             tuple(range(0, len(talk.run) * block_tokens + 1, block_tokens)),
             talk.tokens,
@@ -132,5 +137,5 @@ def generate(
 
 
 def _some(draw: random.Random, mean: float) -> int:
-    """Tokens, at least one where the mean is; exponential."""
+    """Return an exponential number of tokens, at least 1. 0 if the mean is 0."""
     return max(1, round(draw.expovariate(1 / mean))) if mean else 0

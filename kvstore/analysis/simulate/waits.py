@@ -1,9 +1,9 @@
-"""How much of what is held a request takes, and what it waits for it: in virtual time.
+"""How many cached blocks a request loads, and how long it waits for them, in virtual time.
 
-A request arrives and asks at once. What lies in L2 can be copied to the device whenever the engine
-gets to it; what lies below arrives block by block over the tier's one channel, which serves
-requests in the order of their arrival. The prefetch policy is the store's own: it is asked as the
-store asks it, and ends the waiting.
+A request looks up its blocks on arrival. Blocks in L2 can be copied to the device as soon as the
+engine is free. Blocks from below arrive one by one over the tier's single channel, which serves
+requests in order of arrival. The prefetch policy is the store's own. It is called as the store
+calls it, and ends the wait.
 """
 
 from __future__ import annotations
@@ -13,32 +13,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.analysis.simulate.split_load import SimulatedRequest, run_split_load
 from kvstore.analysis.simulate.tiers import L2, L3
-from kvstore.analysis.simulate.two_ends import World, run_two_ends
 from kvstore.errors import ConfigError
 from kvstore.prefetch.adaptive import Adaptive
 from kvstore.prefetch.costs import CostModel
-from kvstore.prefetch.policy import PREFETCH_POLICIES, PrefetchPolicy, Verdict, prefetch_policy
+from kvstore.prefetch.factory import PREFETCH_POLICIES, prefetch_policy
+from kvstore.prefetch.policy import PrefetchPolicy, WaitDecision
 
 ALWAYS: Final = "always"
-"""Load whatever is held, however long it takes."""
+"""Load all cached blocks, however long it takes."""
 NEVER: Final = "never"
-"""Load nothing: compute all that L1 lacks."""
-LOADING: Final = (ALWAYS, NEVER, *PREFETCH_POLICIES)
+"""Load nothing: compute all blocks that L1 does not have."""
+LOAD_POLICIES: Final = (ALWAYS, NEVER, *PREFETCH_POLICIES)
 MIN_TOKENS: Final = 256
-"""Below it no prefetch policy starts one; the store's default."""
+"""Below this many tokens no prefetch policy starts a load. The store's default."""
 PRECISION_MS: Final = 0.1
-"""To which the moment of a policy's verdict is found."""
+"""Precision of the time at which a policy ends the wait."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a request took.
+class LoadResult:
+    """Result of loading for one request.
 
-    blocks: leading blocks that it has in the end, loaded or computed ahead of the rest. wait_s:
-    from its arrival until it waits for them no more; load_s: from then on, with the engine, to copy
-    them to the device. computed: those of them that it computed, while it waited for others, and
-    computed_s: how long it did.
+    blocks: leading blocks that are ready in the end, loaded or computed during the wait. wait_s:
+    seconds from arrival until the request waits no longer. load_s: seconds from then on to copy the
+    blocks to the device. computed: indices of the blocks that the engine computed during the wait.
+    computed_s: seconds of that computing.
     """
 
     blocks: int
@@ -48,12 +49,13 @@ class Taken:
     computed_s: float = 0.0
 
 
-class Waits:
-    """One prefetch policy, or ALWAYS or NEVER, over tiers of given speeds."""
+class WaitModel:
+    """One prefetch policy, ALWAYS or NEVER, over tiers of given speeds."""
 
     def __init__(self, name: str, costs: CostModel, min_tokens: int = MIN_TOKENS) -> None:
-        if name not in LOADING:
-            raise ConfigError(f"unknown prefetch policy {name!r}; one of {', '.join(LOADING)}")
+        if name not in LOAD_POLICIES:
+            known = ", ".join(LOAD_POLICIES)
+            raise ConfigError(f"unknown load policy {name!r}; use one of {known}")
         self.name = name
         self._policy: PrefetchPolicy | None = None
         if name not in (ALWAYS, NEVER):
@@ -62,7 +64,7 @@ class Waits:
         self._min_tokens = min_tokens
         self._channel_free_s = 0.0
 
-    def take(
+    def load(
         self,
         now_s: float,
         found: Sequence[str],
@@ -70,14 +72,14 @@ class Waits:
         tokens: Sequence[int],
         can_start_s: float,
         first_token: int = 0,
-    ) -> Taken:
-        """What a request that arrives now takes of the blocks found.
+    ) -> LoadResult:
+        """Return how many of the found blocks a request that arrives now loads.
 
-        sizes, tokens: bytes of each block, and prompt tokens up to the end of each. can_start_s:
-        from now until an engine is free. first_token: where the run begins.
+        sizes: bytes of each block. tokens: prompt tokens up to the end of each block. can_start_s:
+        seconds until an engine is free. first_token: tokens before the first block.
         """
         if self.name == NEVER or not found:
-            return Taken(0, 0.0, 0.0)
+            return LoadResult(0, 0.0, 0.0)
         arrive_s = self._arrivals(now_s, found, sizes)
         below = found.count(L3)
         if self._policy is None or not below:
@@ -86,17 +88,17 @@ class Waits:
             blocks, wait_s = found.index(L3), 0.0
         elif isinstance(self._policy, Adaptive):
             starts = (first_token, *tokens[: len(found)])
-            return self._two_ends(self._policy, now_s, found, sizes, starts, can_start_s)
+            return self._split_load(self._policy, now_s, found, sizes, starts, can_start_s)
         else:
-            blocks, wait_s = self._verdict(self._policy, arrive_s, tokens, can_start_s)
+            blocks, wait_s = self._wait_for_policy(self._policy, arrive_s, tokens, can_start_s)
         if below:
             self._channel_free_s = max(
                 self._channel_free_s, now_s + min(wait_s, arrive_s[len(found) - 1])
             )
-        return Taken(blocks, wait_s, self._copy_s(found[:blocks], sizes))
+        return LoadResult(blocks, wait_s, self._copy_s(found[:blocks], sizes))
 
     def _arrivals(self, now_s: float, found: Sequence[str], sizes: Sequence[int]) -> list[float]:
-        """Seconds from now until each block, and all before it, lie in L2."""
+        """Return the seconds until each block, with all blocks before it, is in L2."""
         if L3 not in found:
             return [0.0] * len(found)
         arrive_s: list[float] = []
@@ -109,12 +111,12 @@ class Waits:
             arrive_s.append(last_s)
         return arrive_s
 
-    def computed(self, start: int, end: int, seconds: float) -> None:
-        """So long did tokens start..end of a request take."""
+    def record_prefill(self, start: int, end: int, seconds: float) -> None:
+        """Tell the policy how long computing tokens start..end of a request took."""
         if isinstance(self._policy, Adaptive):
-            self._policy.computed(start, end - start, seconds)
+            self._policy.record_prefill(start, end - start, seconds)
 
-    def _two_ends(
+    def _split_load(
         self,
         policy: Adaptive,
         now_s: float,
@@ -122,25 +124,25 @@ class Waits:
         sizes: Sequence[int],
         starts: Sequence[int],
         can_start_s: float,
-    ) -> Taken:
-        """The run from both ends at once; see `two_ends`."""
+    ) -> LoadResult:
+        """Load from the end while computing from the front; see `split_load`."""
         below = [n for n, tier in enumerate(found) if tier == L3]
         from_end = self._arrivals(now_s, [L3] * len(below), [sizes[n] for n in reversed(below)])
         prefill = self._costs.prefill
-        world = World(
+        request = SimulatedRequest(
             tiers=found,
             starts=starts,
             arrive_s=from_end,
             computing_s=prefill.seconds,
             can_start_s=can_start_s,
         )
-        met = run_two_ends(policy, world, policy.cap_ms / 1e3)
-        self._channel_free_s = max(self._channel_free_s, now_s + met.channel_s)
+        result = run_split_load(policy, request, policy.max_wait_ms / 1e3)
+        self._channel_free_s = max(self._channel_free_s, now_s + result.channel_s)
         load_s = self._copy_s(found, sizes)
-        return Taken(len(found), met.seconds, load_s, met.computed, met.computing_s)
+        return LoadResult(len(found), result.seconds, load_s, result.computed, result.computing_s)
 
     def _copy_s(self, found: Sequence[str], sizes: Sequence[int]) -> float:
-        """Seconds to copy those of the blocks that lie in L2 to the device."""
+        """Return the seconds to copy the blocks that are in L2 to the device."""
         blocks = found.count(L2)
         if blocks == len(found):
             nbytes = sum(sizes[:blocks])
@@ -148,29 +150,29 @@ class Waits:
             nbytes = sum(size for tier, size in zip(found, sizes, strict=False) if tier == L2)
         return self._costs.tier(L2).seconds(nbytes, blocks) if blocks else 0.0
 
-    def _verdict(
+    def _wait_for_policy(
         self,
         policy: PrefetchPolicy,
         arrive_s: Sequence[float],
         tokens: Sequence[int],
         can_start_s: float,
     ) -> tuple[int, float]:
-        """Blocks that are here when the policy says go, and when it does.
+        """Return the blocks that are ready when the policy ends the wait, and the wait.
 
-        A policy that says go at some moment says so ever after, so the moment is found by halving.
+        Once a policy says GO it does not change its mind, so bisection finds the time.
         """
         done_ms = arrive_s[-1] * 1e3
 
         def go(elapsed_ms: float) -> bool:
             ready = bisect_right(arrive_s, elapsed_ms / 1e3)
-            verdict = policy.verdict(
+            verdict = policy.decide(
                 elapsed_ms=elapsed_ms,
                 tokens_wanted=tokens[len(arrive_s) - 1],
                 tokens_ready=tokens[ready - 1] if ready else 0,
                 done=elapsed_ms >= done_ms,
                 can_start=elapsed_ms >= can_start_s * 1e3,
             )
-            return verdict is Verdict.GO
+            return verdict is WaitDecision.GO
 
         low_ms, high_ms = 0.0, done_ms
         if go(0.0):
@@ -181,6 +183,6 @@ class Waits:
                 high_ms = middle_ms
             else:
                 low_ms = middle_ms
-        # The last block's own arrival is a moment of its own, a hair after rounding.
+        # The arrival of the last block can be slightly off after rounding.
         wait_s = arrive_s[-1] if high_ms >= done_ms else high_ms / 1e3
         return bisect_right(arrive_s, wait_s), wait_s

@@ -1,7 +1,4 @@
-"""Which key leaves first: the orders of eviction, by name.
-
-`base` says what an order is; each policy is one file.
-"""
+"""Eviction policies, by name. `base` defines the interface; each policy is one module."""
 
 from __future__ import annotations
 
@@ -11,38 +8,44 @@ from typing import Any, Final
 
 from kvstore.cache.eviction.auto import Auto
 from kvstore.cache.eviction.base import EvictionPolicy
-from kvstore.cache.eviction.cost import Cost
+from kvstore.cache.eviction.gdsf import GDSF
 from kvstore.cache.eviction.lfu import LFU
 from kvstore.cache.eviction.lru import LRU
 from kvstore.cache.eviction.s3fifo import S3FIFO
+from kvstore.config.renamed import refuse_value
 from kvstore.errors import ConfigError
 
 __all__ = ["EVICTION_POLICIES", "LRU", "EvictionPolicy", "check_eviction", "eviction_policy"]
 
-_MAKE: Final[dict[str, Callable[[int], EvictionPolicy[Any]]]] = {
+_FACTORIES: Final[dict[str, Callable[[int], EvictionPolicy[Any]]]] = {
     LRU.name: lambda capacity: LRU(),
     LFU.name: LFU,
     S3FIFO.name: S3FIFO,
-    Cost.name: Cost,
+    GDSF.name: GDSF,
     Auto.name: Auto,
 }
 
-EVICTION_POLICIES: Final = tuple(_MAKE)
-"""Every name that `eviction_policy` knows."""
+EVICTION_POLICIES: Final = tuple(_FACTORIES)
+"""The names that `eviction_policy` accepts."""
 
 
 def check_eviction(name: str) -> str:
-    """The name itself; ConfigError with the nearest right name for an unknown one."""
-    if name not in _MAKE:
-        near = difflib.get_close_matches(name.lower(), _MAKE, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"unknown eviction policy {name!r}; the nearest is {near!r}")
+    """Returns the name if it is valid.
+
+    Raises ConfigError: a former name (tells the new one), or an unknown name (suggests the closest
+    one).
+    """
+    refuse_value("eviction policy", name)
+    if name not in _FACTORIES:
+        near = difflib.get_close_matches(name.lower(), _FACTORIES, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"unknown eviction policy {name!r}: did you mean {near!r}?")
     return name
 
 
 def eviction_policy(name: str, capacity: int) -> EvictionPolicy[Any]:
-    """A fresh policy by name, for an owner that holds up to `capacity` keys.
+    """A new policy by name; `capacity`: maximum number of keys of its owner.
 
-    Raises ConfigError with the nearest right name for an unknown one.
+    Raises ConfigError like `check_eviction`.
     """
     assert capacity > 0
-    return _MAKE[check_eviction(name)](capacity)
+    return _FACTORIES[check_eviction(name)](capacity)

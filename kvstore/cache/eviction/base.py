@@ -1,8 +1,8 @@
-"""What an order of eviction is.
+"""The interface of an eviction policy.
 
-A policy only orders keys: its owner tells it what happened and asks for victims. It knows no
-leases, no media and no clock: the owner skips what it may not take. L2 orders blocks by it, a
-disk tier its segments, so a key is any hashable value.
+A policy only orders keys. Its owner reports every insert, access and removal, and evicts in the
+policy's order. The policy knows no leases, no media and no clock: the owner skips keys that it must
+keep. The keys are blocks in L2 and segments in the disk tier, so a key is any hashable value.
 """
 
 from __future__ import annotations
@@ -14,40 +14,41 @@ K = TypeVar("K", bound=Hashable)
 
 
 class EvictionPolicy(Protocol[K]):
-    """An order over the keys that are resident.
+    """An order of the resident keys.
 
-    Every call is made under the owner's lock, so each is O(1) amortised per key it is given
-    (`victims`: per key it yields) and does no I/O. Memory is bounded: so much per resident key,
-    and a named number of keys that are resident no more ("ghosts").
+    The owner makes every call under its lock. So a call does no I/O and is O(1) amortised per key
+    passed in (`eviction_order`: per key yielded). Memory is bounded: a constant per resident key,
+    plus a limited number of keys that are no longer resident ("ghosts").
     """
 
     name: str
 
-    def asked(self, run: Sequence[K]) -> None:
-        """A prompt's whole run of keys was asked for, first block first, resident or not.
+    def on_lookup(self, keys: Sequence[K]) -> None:
+        """A prompt was looked up; `keys`: all its blocks in order, resident or not.
 
-        Comes before the `touched` and `inserted` that follow from it. Nothing else shows a policy
-        the keys that are not resident, or the position of a key in its run. An owner that knows no
-        runs never calls it, and every policy works without it.
+        It comes before the `on_access` and `on_insert` calls of the same request. No other call
+        shows keys that are not resident, or the position of a key in its prompt. An owner without
+        prompts never calls it; every policy works without it.
         """
         ...
 
-    def inserted(self, key: K, nbytes: int = 1) -> None:
-        """A new key is resident, and takes nbytes bytes. It was not resident before."""
+    def on_insert(self, key: K, nbytes: int = 1) -> None:
+        """A key became resident and takes nbytes bytes. It was not resident before."""
         ...
 
-    def touched(self, key: K) -> None:
+    def on_access(self, key: K) -> None:
         """A resident key was used."""
         ...
 
-    def removed(self, key: K) -> None:
-        """A key is resident no more, whether this policy named it as a victim or not."""
+    def on_remove(self, key: K) -> None:
+        """A key is no longer resident, whether or not it was first in the eviction order."""
         ...
 
-    def victims(self) -> Iterator[K]:
-        """All resident keys, coldest first. The caller stops early, changing nothing meanwhile."""
+    def eviction_order(self) -> Iterator[K]:
+        """All resident keys, the first to evict first. The caller usually stops early. It must not
+        change anything while it iterates."""
         ...
 
     def stats(self) -> dict[str, int | float | str]:
-        """ "policy" (its name), "resident" (keys), and what more it counts."""
+        """ "policy" (its name), "resident" (number of keys), and counters of the policy."""
         ...

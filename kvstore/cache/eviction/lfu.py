@@ -6,70 +6,71 @@ from collections.abc import Iterator, Sequence
 from typing import Generic
 
 from kvstore.cache.eviction.base import K
-from kvstore.cache.eviction.ranked import Ranked
-from kvstore.cache.eviction.uses import USES_MAX, PastUses
+from kvstore.cache.eviction.ghost_frequencies import USES_MAX, GhostFrequencies
+from kvstore.cache.eviction.ranked_keys import RankedKeys
 
 
 class LFU(Generic[K]):
     """Least frequently used first, with dynamic ageing (LFU-DA; Arlitt, Cherkasova, Dilley,
     Friedrich, Jin: Evaluating content management techniques for web proxy caches, 1999).
 
-    A key's rank is its number of uses plus the age of the cache when it was last used; the age is
-    the rank of the key evicted last. So what was popular long ago ends below what is new. Of equal
-    rank the least recently used goes first. The uses of keys that left are remembered (`PastUses`):
-    between two turns of a conversation lies more than a cache holds.
+    A key's rank is its number of uses plus the cache's age at its last use. The age is the rank of
+    the last evicted key. So keys that were popular long ago rank below new ones. Among keys of
+    equal rank the least recently used is evicted first. The use counts of evicted keys are kept
+    (`GhostFrequencies`): between two turns of a conversation, more keys pass than fit the cache.
 
-    A key is of no use without those in front of it in its run. A run is used from its end to its
-    start, so each of the run asked for last is raised to the rank of the one used just before it,
-    if that is the next of the run; what was forgotten of one key so makes no hole.
+    A block is useless without the blocks before it in its prompt. The blocks of a prompt are used
+    from last to first. So each key of the last lookup gets at least the rank of the key used just
+    before it, if that one is the next block of the prompt. A key whose use count was overwritten
+    therefore leaves no gap in the prefix.
 
-    capacity: keys that the owner holds at most.
+    capacity: maximum number of keys of the owner.
     """
 
     name = "lfu"
 
     def __init__(self, capacity: int) -> None:
-        self._ranked: Ranked[K] = Ranked()
+        self._ranked: RankedKeys[K] = RankedKeys()
         self._uses: dict[K, int] = {}
-        self._past = PastUses(capacity)
+        self._ghosts = GhostFrequencies(capacity)
         self._age = 0
-        self._offered: K | None = None
-        self._places: dict[K, int] = {}
-        """Places in the run asked for last."""
+        self._next_victim: K | None = None
+        self._lookup_positions: dict[K, int] = {}
+        """Position of each key in the last lookup."""
         self._last = (-1, 0)
-        """(place, rank) of the key used last."""
+        """(position, rank) of the last used key."""
 
-    def asked(self, run: Sequence[K]) -> None:
-        self._places = {key: place for place, key in enumerate(run)}
+    def on_lookup(self, keys: Sequence[K]) -> None:
+        self._lookup_positions = {key: position for position, key in enumerate(keys)}
         self._last = (-1, 0)
 
-    def inserted(self, key: K, nbytes: int = 1) -> None:
+    def on_insert(self, key: K, nbytes: int = 1) -> None:
         assert key not in self._uses, "inserted twice"
-        self._used(key, self._past.get(key) + 1)
+        self._count_use(key, self._ghosts.get(key) + 1)
 
-    def touched(self, key: K) -> None:
-        self._used(key, self._uses[key] + 1)
+    def on_access(self, key: K) -> None:
+        self._count_use(key, self._uses[key] + 1)
 
-    def removed(self, key: K) -> None:
-        self._past.keep(key, self._uses.pop(key))
-        rank = self._ranked.drop(key)
-        # A key that was deleted, hot as it may be, says nothing of the age; only a victim does.
-        if key == self._offered:
+    def on_remove(self, key: K) -> None:
+        self._ghosts.put(key, self._uses.pop(key))
+        rank = self._ranked.remove(key)
+        # Only an evicted key sets the age; a deleted key may have any rank.
+        if key == self._next_victim:
             self._age = max(self._age, rank)
 
-    def victims(self) -> Iterator[K]:
+    def eviction_order(self) -> Iterator[K]:
         for key in self._ranked:
-            self._offered = key
+            self._next_victim = key
             yield key
 
     def stats(self) -> dict[str, int | float | str]:
         return {"policy": self.name, "resident": len(self._uses), "age": self._age}
 
-    def _used(self, key: K, uses: int) -> None:
+    def _count_use(self, key: K, uses: int) -> None:
         uses = self._uses[key] = min(uses, USES_MAX)
-        place, rank = self._places.get(key, -1), self._age + uses
-        last_place, last_rank = self._last
-        if 0 <= place == last_place - 1:
+        position, rank = self._lookup_positions.get(key, -1), self._age + uses
+        last_position, last_rank = self._last
+        if 0 <= position == last_position - 1:
             rank = max(rank, last_rank)
-        self._last = (place, rank)
+        self._last = (position, rank)
         self._ranked.put(key, rank)

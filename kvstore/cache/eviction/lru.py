@@ -17,20 +17,20 @@ class LRU(Generic[K]):
     def __init__(self) -> None:
         self._order: OrderedDict[K, None] = OrderedDict()
 
-    def asked(self, run: Sequence[K]) -> None:
-        """Of no interest here."""
+    def on_lookup(self, keys: Sequence[K]) -> None:
+        """LRU does not use lookups."""
 
-    def inserted(self, key: K, nbytes: int = 1) -> None:
+    def on_insert(self, key: K, nbytes: int = 1) -> None:
         assert key not in self._order, "inserted twice"
         self._order[key] = None
 
-    def touched(self, key: K) -> None:
+    def on_access(self, key: K) -> None:
         self._order.move_to_end(key)
 
-    def removed(self, key: K) -> None:
+    def on_remove(self, key: K) -> None:
         del self._order[key]
 
-    def victims(self) -> Iterator[K]:
+    def eviction_order(self) -> Iterator[K]:
         return iter(self._order)
 
     def stats(self) -> dict[str, int | float | str]:

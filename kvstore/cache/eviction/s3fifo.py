@@ -1,4 +1,4 @@
-"""S3-FIFO: three queues, so that what is used once leaves quickly."""
+"""S3-FIFO: three queues, so that keys used once are evicted quickly."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import Final, Generic
 
 from kvstore.cache.eviction.base import K
 
-SMALL_SHARE: Final = 0.1
-"""Part of the capacity that new keys queue in."""
+SMALL_FRACTION: Final = 0.1
+"""Fraction of the capacity for the small queue of new keys."""
 USES_MAX: Final = 3
-"""Uses of a key counted at most."""
+"""Maximum uses counted per key."""
 
 
 class S3FIFO(Generic[K]):
     """S3-FIFO (Yang, Zhang, Qiu, Yue, Vigfusson: FIFO queues are all you need for cache eviction,
     SOSP 2023).
 
-    New keys queue in a small queue. Who was used at least twice there moves to the main queue when
-    its turn comes; others leave, and their hashes are remembered as ghosts, as many as the main
-    queue may hold. A ghost that returns goes to the main queue at once. The main queue gives every
-    key one more round for each use.
+    New keys enter a small queue. At the head of it, a key used at least twice moves to the main
+    queue; any other key is evicted, and its hash becomes a ghost. There are as many ghosts as the
+    main queue has room for keys. A ghost that returns goes to the main queue at once. The main
+    queue gives every key one more round per use.
 
-    capacity: keys that the owner holds at most.
+    capacity: maximum number of keys of the owner.
     """
 
     name = "s3fifo"
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0
-        self._small_max = max(1, int(capacity * SMALL_SHARE))
+        self._small_max = max(1, int(capacity * SMALL_FRACTION))
         self._ghosts_max = max(1, capacity - self._small_max)
         self._small: OrderedDict[K, None] = OrderedDict()
         self._main: OrderedDict[K, None] = OrderedDict()
         self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._uses: dict[K, int] = {}
 
-    def asked(self, run: Sequence[K]) -> None:
-        """Of no interest here."""
+    def on_lookup(self, keys: Sequence[K]) -> None:
+        """S3-FIFO does not use lookups."""
 
-    def inserted(self, key: K, nbytes: int = 1) -> None:
+    def on_insert(self, key: K, nbytes: int = 1) -> None:
         assert key not in self._uses, "inserted twice"
         self._uses[key] = 0
         ghost = hash(key)
@@ -51,10 +51,10 @@ class S3FIFO(Generic[K]):
         else:
             self._small[key] = None
 
-    def touched(self, key: K) -> None:
+    def on_access(self, key: K) -> None:
         self._uses[key] = min(self._uses[key] + 1, USES_MAX)
 
-    def removed(self, key: K) -> None:
+    def on_remove(self, key: K) -> None:
         del self._uses[key]
         if key in self._main:
             del self._main[key]
@@ -64,8 +64,8 @@ class S3FIFO(Generic[K]):
         if len(self._ghosts) > self._ghosts_max:
             self._ghosts.popitem(last=False)
 
-    def victims(self) -> Iterator[K]:
-        small_first = self._settle()
+    def eviction_order(self) -> Iterator[K]:
+        small_first = self._prepare_victim()
         if small_first:
             return chain(self._small, self._main)
         return chain(self._main, self._small)
@@ -78,9 +78,9 @@ class S3FIFO(Generic[K]):
             "ghosts": len(self._ghosts),
         }
 
-    def _settle(self) -> bool:
-        """Bring a key that may leave to the head of the queue that is to give one; whether that is
-        the small one. Each step takes a use off a key or moves it to the main queue once."""
+    def _prepare_victim(self) -> bool:
+        """Move a key that may be evicted to the head of its queue. True: of the small queue. Each
+        step takes a use off a key or moves it to the main queue once."""
         while self._small and (len(self._small) > self._small_max or not self._main):
             key = next(iter(self._small))
             if self._uses[key] < 2:

@@ -1,4 +1,4 @@
-"""`kvstore bench breakeven`: from which length on loading a prefix beats computing it, per tier."""
+"""`kvstore bench breakeven`: the prefix length above which loading beats computing, per tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvstore.prefetch.costs import CostModel, PrefillCurve
 
 SHOWN: Final = tuple(1024 << power for power in range(8))
-"""Lengths whose saved time is told: 1k to 128k tokens."""
+"""Lengths for which the saved time is reported: 1k to 128k tokens."""
 L2: Final = "l2"
 
 
@@ -32,68 +32,82 @@ def register(app: typer.Typer) -> None:
 
 def breakeven(
     model: Annotated[
-        str, typer.Option(help="auto, smollm2, random, a Hugging Face folder or a .gguf file.")
+        str,
+        typer.Option(
+            help="Model to prefill: auto, smollm2, random, a Hugging Face folder or a .gguf file."
+        ),
     ] = "auto",
     prefill_rate: Annotated[
         str | None,
-        typer.Option(help="A file of measured prefill times, or tokens/s; no engine is run then."),
+        typer.Option(
+            help="Prefill speed in tokens per second, or a file with measured times. Default: "
+            "measured with --model."
+        ),
     ] = None,
     model_config: Annotated[
-        Path | None, typer.Option(help="The config.json whose KV the tiers are judged for.")
+        Path | None, typer.Option(help="config.json of the model to evaluate the tiers for.")
     ] = None,
     lengths: Annotated[
-        str, typer.Option(help="Prompt lengths to prefill.")
+        str, typer.Option(help="Prompt lengths to prefill, in tokens.")
     ] = "128,256,512,1024,2048",
     load_lengths: Annotated[
-        str, typer.Option(help="Prefix lengths to load, as far as --memory holds them.")
+        str,
+        typer.Option(
+            help="Prefix lengths to load, in tokens. Lengths that do not fit in --l2 are left out."
+        ),
     ] = "256,512,1024,2048,4096,8192",
-    block_tokens: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    block_tokens: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
     config: Annotated[
-        Path | None, typer.Option(help="TOML file whose [[tiers]] are measured.")
+        Path | None, typer.Option(help="Configuration file with the [[tiers]] to measure.")
     ] = None,
     disk: Annotated[
-        Path | None, typer.Option(help="Where a disk tier's folder is made, without --config.")
+        Path | None,
+        typer.Option(help="Existing directory in which to create a disk tier, without --config."),
     ] = None,
     redis: Annotated[str | None, typer.Option(help="URL of a Redis to measure.")] = None,
     tiers: Annotated[
-        str | None, typer.Option(help="Names of the tiers to measure; default: all.")
+        str | None, typer.Option(help="Names of the tiers to measure. Default: all.")
     ] = None,
-    memory: Annotated[str, typer.Option(help="L2 to use while measuring.")] = "1GiB",
-    repeats: Annotated[int, typer.Option(help="Of each, the best is kept.")] = 3,
+    l2: Annotated[str, typer.Option(help="Size of L2 while measuring, such as 1GiB.")] = "1GiB",
+    repeats: Annotated[
+        int, typer.Option(help="Number of times to repeat each measurement. The fastest counts.")
+    ] = 3,
     threads: Annotated[
-        int | None, typer.Option(help="torch's CPU threads; default: half of the cores.")
+        int | None, typer.Option(help="Number of torch's CPU threads. Default: half of the cores.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw a picture into this file.")] = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", help="Write a plot to this file, such as out.png.")
+    ] = None,
     page: Annotated[
-        Path | None, typer.Option("--html", help="Write a page that needs nothing else.")
+        Path | None, typer.Option("--html", help="Write a self-contained HTML page to this file.")
     ] = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print one JSON object, which --prefill-rate can read again."),
+        typer.Option("--json", help="Print one JSON object. --prefill-rate can read it."),
     ] = False,
 ) -> None:
-    """Break-even length and time saved from 1k to 128k tokens, for each tier."""
+    """Measure the break-even length of each tier, and the time saved for 1k to 128k tokens."""
     from kvstore.config.units import parse_bytes
     from kvstore.prefetch.costs import CostModel
 
     prompts, runs = _numbers("--lengths", lengths), _numbers("--load-lengths", load_lengths)
     if repeats < 1:
-        raise ConfigError(f"--repeats {repeats}; at least 1 is right")
+        raise ConfigError(f"--repeats must be at least 1 (got {repeats})")
     if disk is not None and not disk.is_dir():
-        raise ConfigError(f"--disk {str(disk)!r} is no folder; an existing one is right")
-    if png is not None or page is not None:
-        import matplotlib  # noqa: F401 - what cannot be drawn is said before it is measured
+        raise ConfigError(f"--disk: {str(disk)!r} is not an existing directory")
+    if plot_path is not None or page is not None:
+        import matplotlib  # noqa: F401 - fail before the measurement, not after it
     with tempfile.TemporaryDirectory(prefix="kvstore-breakeven-", dir=disk) as folder:
-        below = _tiers(config, redis, folder, tiers, parse_bytes(memory))
+        below = _tiers(config, redis, folder, tiers, parse_bytes(l2))
         curve, namespace, name, source = _prefill(
             model, prefill_rate, model_config, prompts, block_tokens, repeats, threads
         )
-        loads = _loads(namespace, runs, below, tiers, parse_bytes(memory), repeats)
+        loads = _loads(namespace, runs, below, tiers, parse_bytes(l2), repeats)
     costs = CostModel(
         curve, tuple(each.speed() for each in loads), namespace.block_bytes, namespace.block_tokens
     )
     report = _report(costs, namespace, loads, name, source)
-    _write(report, costs, png, page)
+    _write(report, costs, plot_path, page)
     if as_json:
         print(json.dumps(report))
     else:
@@ -103,16 +117,16 @@ def breakeven(
 def _numbers(option: str, text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdigit() and int(word) > 0 for word in words):
-        raise ConfigError(f"{option} {text!r}; numbers of tokens like 256,1024 are right")
+        raise ConfigError(f"{option} must be numbers of tokens, such as 256,1024 (got {text!r})")
     return [int(word) for word in words]
 
 
 def _tiers(
     config: Path | None, redis: str | None, folder: str, chosen: str | None, memory: int
 ) -> list[TierSettings]:
-    """The tiers to measure below L2: the configuration's, or a disk tier of our own."""
+    """Return the tiers to measure below L2: those of the configuration, or a new disk tier."""
     from kvstore.config.settings import Settings
-    from kvstore.store.assembly import check, disk_table
+    from kvstore.store.assembly import check_settings, disk_table
 
     tables: list[dict[str, Any]] = []
     if config is None:
@@ -120,16 +134,14 @@ def _tiers(
     if redis is not None:
         tables.append({"kind": "redis", "url": redis})
     settings = Settings.load(config, {"tiers": tables} if tables else {})
-    check(settings)
+    check_settings(settings)
     found = {tier.label: tier for tier in settings.tiers}
     if chosen is None:
         return list(found.values())
     names = [name.strip() for name in chosen.split(",")]
     for name in names:
         if name not in (L2, *found):
-            raise ConfigError(
-                f"--tiers: no tier {name!r}; one of {', '.join((L2, *found))} is right"
-            )
+            raise ConfigError(f"--tiers: no tier {name!r}; use one of {', '.join((L2, *found))}")
     return [found[name] for name in names if name != L2]
 
 
@@ -142,7 +154,7 @@ def _prefill(
     repeats: int,
     threads: int | None,
 ) -> tuple[PrefillCurve, Namespace, str, str]:
-    """(curve, namespace of the blocks, name of the model, where the curve is from)."""
+    """Return (prefill curve, namespace of the blocks, model name, source of the curve)."""
     from kvstore.analysis.breakeven import prefill
     from kvstore.blocks.model_geometry import namespace_from_hf
     from kvstore.cli.plan import read_config
@@ -205,7 +217,7 @@ def _loads(
 
 
 class _bar:
-    """A progress bar on stderr; entering it gives what takes a step."""
+    """A progress bar on stderr. Entering it returns a function that advances it."""
 
     def __init__(self, what: str, steps: int) -> None:
         from rich.console import Console
@@ -268,21 +280,21 @@ def _report(
 
 
 def _saved_ms(costs: CostModel, seconds: dict[int, float]) -> dict[str, float]:
-    """By prefix length: how much sooner than by computing alone."""
+    """Return the time saved compared with computing, by prefix length."""
     return {
         str(n): round(1e3 * (costs.compute_s(0, n) - took_s), 3) for n, took_s in seconds.items()
     }
 
 
 def _write(
-    report: dict[str, Any], costs: CostModel, png: Path | None, page_path: Path | None
+    report: dict[str, Any], costs: CostModel, plot_path: Path | None, page_path: Path | None
 ) -> None:
-    if png is not None:
-        from kvstore.analysis.breakeven.picture import draw
+    if plot_path is not None:
+        from kvstore.analysis.breakeven.plot import plot
 
-        draw(report, costs, png)
+        plot(report, costs, plot_path)
     if page_path is not None:
-        from kvstore.analysis.breakeven.picture import page
+        from kvstore.analysis.breakeven.plot import page
 
         page(report, costs, page_path)
 
@@ -293,13 +305,14 @@ def _show(report: dict[str, Any]) -> None:
 
     console = Console(highlight=False)
     console.print(
-        f"{report['model']}: {report['bytes_per_token']:,} bytes of KV a token, prefill "
+        f"{report['model']}: {report['bytes_per_token']:,} bytes of KV per token, prefill "
         f"{report['prefill_tokens_per_s']:,.0f} tokens/s ({report['prefill_source']}). A tier pays "
-        f"for long prefixes above {report['needed_bytes_per_s'] / 1e9:,.2f} GB/s.",
+        f"for long prefixes if it reads faster than "
+        f"{report['needed_bytes_per_s'] / 1e9:,.2f} GB/s.",
         markup=False,
     )
     tiers = Table()
-    for name in ("tier", "GB/s", "before the first, ms", "break-even, tokens"):
+    for name in ("tier", "GB/s", "latency, ms", "break-even, tokens"):
         tiers.add_column(name, justify="left" if name == "tier" else "right", no_wrap=True)
     for tier in report["tiers"]:
         even = tier["break_even_tokens"]
@@ -307,19 +320,19 @@ def _show(report: dict[str, Any]) -> None:
         tiers.add_row(tier["name"], rate, first, "never" if even is None else f"{even:,}")
     console.print(tiers)
     console.print(_saved(report, "TTFT saved by loading, ms", "ttft_saved_ms"))
-    both = "TTFT saved by loading and computing at once, ms"
+    both = "TTFT saved by loading and computing in parallel, ms"
     console.print(_saved(report, both, "ttft_saved_both_ends_ms"))
     prefill = max(point["tokens"] for point in report["points"])
-    prefills = f" and prefill up to {prefill:,}" if report["prefill_measured"] else ""
+    prefills = f", prefill up to {prefill:,}" if report["prefill_measured"] else ""
     console.print(
-        f"Measured were loads up to {report['measured_tokens']:,} tokens{prefills}; beyond that "
-        "stands what the lines through them give.",
+        f"Loads were measured up to {report['measured_tokens']:,} tokens{prefills}. Figures beyond "
+        "that are extrapolated.",
         markup=False,
     )
 
 
 def _saved(report: dict[str, Any], title: str, key: str) -> Table:
-    """Milliseconds saved, a row for each length."""
+    """Return a table of milliseconds saved, one row per length."""
     from rich.table import Table
 
     table = Table(title=title)

@@ -1,8 +1,8 @@
-"""`kvstore bench hitrate`: how much of a prompt a radix tree spares, and how much hashed blocks do.
+"""`kvstore bench hitrate`: compares the hit rates of a radix tree and of hashed blocks.
 
-Four workloads of random tokens, an infinite cache, no model. The tree is the engine's own with
-pages of one token; the blocks follow the store's rules: full blocks only, named by their chained
-hash, a lookup ends at the first block that is lacking.
+Four workloads of random tokens, an unlimited cache, no model. The tree is the engine's own, with
+pages of one token. The blocks follow the store's rules: full blocks only, named by their chained
+hash, and a lookup ends at the first absent block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = dict[str, str | float]
 BLOCK_TOKENS = (16, 64)
 SEED = 0
 TOKEN_IDS = (1000, 50_000)
-"""Range of the random token ids, the end excluded."""
+"""Range of the random token ids, end excluded."""
 
 
 class Draw:
@@ -40,7 +40,7 @@ class Draw:
         return [self._random.randrange(*TOKEN_IDS) for _ in range(tokens)]
 
     def text_of(self, least: int, most: int) -> Prompt:
-        """A text whose length is drawn first."""
+        """Return a text of random length."""
         return self.text(self.length(least, most))
 
 
@@ -51,7 +51,7 @@ def shared_system_prompt(draw: Draw) -> list[Prompt]:
 
 
 def multi_turn_chat(draw: Draw) -> list[Prompt]:
-    """20 conversations of 8 turns, each turn asking with the whole history."""
+    """20 conversations of 8 turns. Each turn sends the whole history."""
     prompts = []
     for _ in range(20):
         history = draw.text(300)
@@ -74,7 +74,7 @@ def few_shot(draw: Draw) -> list[Prompt]:
 
 
 def parallel_sampling(draw: Draw) -> list[Prompt]:
-    """30 problems, each asked 8 times with one token of difference at its end."""
+    """30 problems, each sent 8 times with a different last token."""
     prompts = []
     for _ in range(30):
         problem = draw.text_of(80, 400)
@@ -91,7 +91,7 @@ WORKLOADS: dict[str, Callable[[Draw], list[Prompt]]] = {
 
 
 def radix_hit_tokens(prompts: Sequence[Prompt]) -> int:
-    """Prompt tokens that the engine's radix tree spares, every prompt staying in it."""
+    """Return the prompt tokens that hit in the engine's radix tree without eviction."""
     import numpy as np
 
     from kvstore.engine.pages import PagePool, useful_tokens
@@ -105,27 +105,27 @@ def radix_hit_tokens(prompts: Sequence[Prompt]) -> int:
         hit += cache.match(tokens[: useful_tokens(len(prompt))]).tokens
         pages = pool.alloc(len(prompt))
         cache.insert(tokens, pages)
-        pool.drop(pages)
+        pool.drop_ref(pages)
     return hit
 
 
 def block_hit_tokens(prompts: Sequence[Prompt], block_tokens: int) -> int:
-    """Prompt tokens that blocks of this size spare, every full block staying in the store."""
+    """Return the prompt tokens that hit in blocks of this size without eviction."""
     from kvstore.blocks.hashing import hash_tokens
     from kvstore.engine.pages import useful_tokens
 
-    held: set[bytes] = set()
+    cached: set[bytes] = set()
     hit = 0
     for prompt in prompts:
         hashes = hash_tokens(prompt, block_tokens=block_tokens)
-        run = sum(1 for _ in itertools.takewhile(held.__contains__, hashes))
+        run = sum(1 for _ in itertools.takewhile(cached.__contains__, hashes))
         hit += min(run * block_tokens, useful_tokens(len(prompt), block_tokens))
-        held.update(hashes)
+        cached.update(hashes)
     return hit
 
 
 def rows() -> list[Row]:
-    """One row a workload: its hit rates by tokens, as fractions."""
+    """Return one row per workload: its token hit rates, as fractions."""
     draw = Draw(SEED)
     found: list[Row] = []
     for workload, prompts_of in WORKLOADS.items():
@@ -145,7 +145,7 @@ def register(app: typer.Typer) -> None:
 def hitrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Hit rates of four workloads: the radix tree beside blocks of 16 and 64 tokens."""
+    """Compare hit rates of the radix tree and of blocks of 16 and 64 tokens, for four workloads."""
     if as_json:
         print(json.dumps({"rows": rows()}))
         return
@@ -157,7 +157,7 @@ def hitrate(
 def _table(found: list[Row]) -> Table:
     from rich.table import Table
 
-    table = Table(title="Reused tokens of all prompt tokens, infinite cache")
+    table = Table(title="Reused prompt tokens, unlimited cache")
     table.add_column("workload")
     names = ["radix", *(f"block{block_tokens}" for block_tokens in BLOCK_TOKENS)]
     for name in names:

@@ -1,1 +1,1 @@
-"""What several commands share. Not commands themselves."""
+"""Code that several commands share. No commands."""

@@ -1,4 +1,4 @@
-"""Everything that is wrong with a configuration file, not only what is wrong first."""
+"""Finds all errors of a configuration file, not only the first."""
 
 from __future__ import annotations
 
@@ -8,74 +8,82 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvstore.config.settings import Settings, TierSettings, mistakes, sources, validated
+from kvstore.config.settings import (
+    Settings,
+    TierSettings,
+    read_sources,
+    validate,
+    validation_errors,
+)
 from kvstore.errors import ConfigError
-from kvstore.store.assembly import faults, tier_module
+from kvstore.store.assembly import config_errors, tier_module
 
 
-def wrong_with(file: Path) -> list[str]:
-    """Every mistake of a file, a line each; none: a sidecar would start with it, as far as that
-    can be told without making or asking anything. The environment is not looked at."""
+def find_errors(file: Path) -> list[str]:
+    """Return every error of a file, one line each.
+
+    An empty list means that a sidecar would start with it, as far as that is known without opening
+    anything. The environment is ignored.
+    """
     try:
-        tree = sources(file, environment=False)["file"]
+        tree = read_sources(file, environment=False)["file"]
     except ConfigError as error:
         return [str(error)]
-    found = mistakes(Settings, tree)
+    found = validation_errors(Settings, tree)
     lines = [line for _, line in found]
     kept = copy.deepcopy(tree)
     for path, _ in found:
         _remove(kept, path)
-    right, own = _tiers(tree.get("tiers"), kept.get("tiers"))
-    kept["tiers"] = list(right.values())
+    valid, own = _tiers(tree.get("tiers"), kept.get("tiers"))
+    kept["tiers"] = list(valid.values())
     lines += own
-    settings = validated(Settings, kept)
-    # What was left out above is wrong already, and what stands in for it is not what was meant.
+    settings = validate(Settings, kept)
+    # Removed keys are reported already. The defaults in their place are not what the user meant.
     left_out = [".".join(map(str, path)) + "." for path, _ in found if path[0] != "tiers"]
     lines += [
-        _numbered(keys[0], line, list(right))
-        for keys, line in faults(settings)
+        _numbered(keys[0], line, list(valid))
+        for keys, line in config_errors(settings)
         if not any(key.startswith(f"{seen}.") for key in left_out for seen in keys)
     ]
     return list(dict.fromkeys(lines))
 
 
 def _numbered(key: str, line: str, numbers: list[int]) -> str:
-    """A line about a tier, with its number in the file; numbers: of those that were looked at."""
+    """Number a line about a tier as in the file. numbers: file positions of the checked tiers."""
     table, _, index = key.partition(".")
     return line.replace(key, f"{table}.{numbers[int(index)]}", 1) if table == "tiers" else line
 
 
 def _tiers(given: Any, kept: Any) -> tuple[dict[int, Mapping[str, Any]], list[str]]:
-    """The tiers whose own parts are right too, by their number, and what is wrong with those of the
-    others."""
-    right: dict[int, Mapping[str, Any]] = {}
+    """Return the tiers whose own keys are valid, by position, and the errors of the others."""
+    valid: dict[int, Mapping[str, Any]] = {}
     lines: list[str] = []
     if not isinstance(given, list):
-        return right, lines
+        return valid, lines
     for index, table in enumerate(given):
         if not isinstance(table, Mapping) or not isinstance(table.get("kind"), str):
-            continue  # told already
-        wrong = _own_part(table, f"tiers.{index}")
+            continue  # Reported already.
+        wrong = _own_errors(table, f"tiers.{index}")
         lines += wrong
-        stands = kept[index] if isinstance(kept, list) and index < len(kept) else None
-        if not wrong and isinstance(stands, Mapping) and "kind" in stands:
-            right[index] = stands
-    return right, lines
+        cleaned = kept[index] if isinstance(kept, list) and index < len(kept) else None
+        if not wrong and isinstance(cleaned, Mapping) and "kind" in cleaned:
+            valid[index] = cleaned
+    return valid, lines
 
 
-def _own_part(table: Mapping[str, Any], where: str) -> list[str]:
-    """What is wrong with the keys that belong to a tier's own module."""
+def _own_errors(table: Mapping[str, Any], where: str) -> list[str]:
+    """Return the errors in the keys of a tier's own module."""
     try:
         config = tier_module(table["kind"]).Config
     except ConfigError as error:
         return [f"{where}: {error}"]
     common = set(TierSettings.model_fields) - {"name"}
     own = {key: value for key, value in table.items() if key not in common}
-    return [line for _, line in mistakes(config, own, where)]
+    return [line for _, line in validation_errors(config, own, where)]
 
 
 def _remove(tree: Any, path: tuple[str | int, ...]) -> None:
-    """Take out what stands at `path`, or the innermost thing on the way there."""
+    """Remove the value at `path`, or its innermost existing parent."""
     here = tree
     for step, after in itertools.pairwise(path):
         inner = _at(here, step)
@@ -94,7 +102,7 @@ def _at(here: Any, step: str | int) -> Any:
 
 
 def _take_out(here: Any, step: str | int) -> None:
-    """A list keeps its length, so that its other members keep their numbers."""
+    """Remove one value. A list keeps its length, so its other members keep their numbers."""
     if isinstance(here, list) and isinstance(step, int):
         here[step] = {}
     elif isinstance(here, dict):

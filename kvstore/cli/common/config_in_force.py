@@ -1,4 +1,4 @@
-"""The configuration in force: every value, and which source it came from."""
+"""The effective configuration: every value, and its source."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from kvstore.cli.common.config_keys import MASK, SECRET_KEYS, sections, spelled, toml
-from kvstore.config.settings import Settings, TierSettings, sources, validated
+from kvstore.config.settings import Settings, TierSettings, read_sources, validate
 from kvstore.config.units import spell_bytes, without_login
 from kvstore.errors import ConfigError
 
 DEFAULT: Final = "default"
 _SECRET_WORDS: Final = re.compile(r"(?i)passw|secret|token|credential|url|key$")
-"""Keys of somebody else's tier that may hold what nobody should see."""
+"""Keys that may be secret, in a tier that is not part of kvstore."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One value. value: as JSON has it, secrets masked. origin: default, file, environment or
-    flag."""
+    """One value, with secrets masked. origin: default, file, environment or flag."""
 
     key: str
     value: Any
@@ -33,7 +32,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """As a TOML file has it."""
+        """The value as TOML."""
         if isinstance(self.value, Mapping):
             return "{" + ", ".join(self._pairs(self.value)) + "}"
         return spelled(self.field, self.value)
@@ -53,14 +52,14 @@ class Table:
 
 
 def effective(file: str | Path | None, overrides: Mapping[str, Any]) -> list[Table]:
-    """What a sidecar would run with. Raises ConfigError as `Settings.load` does."""
-    said = sources(file, overrides)
+    """Return the configuration a sidecar would run with. Raises ConfigError as `Settings.load`."""
+    given_by = read_sources(file, overrides)
     settings = Settings.load(file, overrides)
     tables = []
     for name, model in sections().items():
-        trees = {source: _table(tree.get(name)) for source, tree in said.items()}
+        trees = {source: _table(tree.get(name)) for source, tree in given_by.items()}
         tables.append(Table(name, _entries(model, getattr(settings, name), trees)))
-    lists = [(source, tree["tiers"]) for source, tree in said.items() if "tiers" in tree]
+    lists = [(source, tree["tiers"]) for source, tree in given_by.items() if "tiers" in tree]
     source, given = lists[-1] if lists else (DEFAULT, ())
     for index, (tier, table) in enumerate(zip(settings.tiers, given, strict=True)):
         tables.append(Table("tiers", _tier_entries(tier, {source: table}, index)))
@@ -68,7 +67,7 @@ def effective(file: str | Path | None, overrides: Mapping[str, Any]) -> list[Tab
 
 
 def as_toml(tables: Sequence[Table]) -> Iterator[str]:
-    """Lines of a file that says all of it, each value with its source."""
+    """Yield the lines of a complete configuration file, each value with its source."""
     for table in tables:
         yield f"[[{table.name}]]" if table.name == "tiers" else f"[{table.name}]"
         lines = [f"{entry.key} = {entry.text}" for entry in table.entries]
@@ -79,7 +78,7 @@ def as_toml(tables: Sequence[Table]) -> Iterator[str]:
 
 
 def as_json(tables: Sequence[Table]) -> dict[str, Any]:
-    """The same as JSON has it: every value as {"value": ..., "from": ...}."""
+    """Return the configuration for JSON: every value as {"value": ..., "from": ...}."""
     report: dict[str, Any] = {"tiers": []}
     for table in tables:
         plain = {e.key: {"value": e.value, "from": e.origin} for e in table.entries}
@@ -97,11 +96,11 @@ def _table(value: Any) -> Mapping[str, Any]:
 def _entries(
     model: type[BaseModel], values: BaseModel, trees: Mapping[str, Mapping[str, Any]]
 ) -> list[Entry]:
-    """One table's values; trees: by source, what it says of this table."""
+    """Return one table's values. trees: the table as given by each source."""
     entries = []
     for name, field in model.model_fields.items():
         value = getattr(values, name)
-        if value is not None:  # unset, which TOML cannot say
+        if value is not None:  # Unset: TOML has no null.
             entries.append(Entry(name, _shown(name, value), _origin(name, trees), field))
     return entries
 
@@ -109,24 +108,24 @@ def _entries(
 def _tier_entries(
     tier: TierSettings, trees: Mapping[str, Mapping[str, Any]], index: int
 ) -> list[Entry]:
-    """A tier's common keys, and those of its own part."""
+    """Return the common keys of a tier, and those of its module."""
     from kvstore.store.assembly import tier_module
 
     common = _entries(TierSettings, tier, trees)
     own = dict(tier.model_extra or {})
     try:
         config = tier_module(tier.kind).Config
-    except ConfigError:  # its library is not here; what is said of it still is
+    except ConfigError:  # Its library is not installed; show the keys as they are.
         return common + [
             Entry(key, _shown(key, value, guess=True), _origin(key, trees), None)
             for key, value in own.items()
         ]
-    part = validated(config, {"name": tier.label, **own}, f"tiers.{index}")
+    part = validate(config, {"name": tier.label, **own}, f"tiers.{index}")
     return common + [e for e in _entries(config, part, trees) if e.key != "name"]
 
 
 def _origin(name: str, trees: Mapping[str, Mapping[str, Any]]) -> str:
-    """The source that wins; of a table whose keys come from several, all of them."""
+    """Return the source that wins. For a table with keys from several sources: all of them."""
     named = [source for source, tree in trees.items() if name in tree]
     if not named:
         return DEFAULT
@@ -136,12 +135,12 @@ def _origin(name: str, trees: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _shown(name: str, value: Any, *, guess: bool = False) -> Any:
-    """A value that may be seen."""
+    """Return a value without secrets."""
     if isinstance(value, SecretStr):
         return MASK if value.get_secret_value() else ""
     if name in SECRET_KEYS or (guess and _SECRET_WORDS.search(name)):
         if isinstance(value, Mapping):
-            # Whose tokens there are may be seen, the tokens not.
+            # Show which tenants have tokens, but not the tokens.
             return {f"{MASK} {n}": tenant for n, tenant in enumerate(value.values(), 1)}
         return MASK if value else ""
     if isinstance(value, Mapping):

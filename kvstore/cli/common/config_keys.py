@@ -1,7 +1,7 @@
-"""Every key of the configuration, as its models tell it: for `config show`, `schema`, the docs.
+"""All configuration keys, read from their models: for `config show`, `schema` and the docs.
 
-A key's meaning is the text that stands below it in its model; it is read from the model's source,
-so that no other list of keys can grow old.
+A key's meaning is the docstring below it in its model. It is read from the model's source, so
+no second list of keys has to be maintained.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from kvstore import tiers
+from kvstore.config.field_types import Bytes, Milliseconds
 from kvstore.config.settings import (
     ENV_NESTED,
     ENV_PREFIX,
-    Bytes,
-    Milliseconds,
     Settings,
     TierSettings,
 )
 from kvstore.config.units import spell_bytes, spell_ms
 
-SECRET_KEYS: Final = frozenset({"tokens", "admin_token"})
+SECRET_KEYS: Final = frozenset({"auth_tokens", "admin_auth_token"})
 MASK: Final = "**********"
 
 _BYTES = get_args(Bytes)[1]
@@ -37,10 +36,10 @@ _MILLISECONDS = get_args(Milliseconds)[1]
 
 
 @dataclass(frozen=True)
-class Knob:
-    """One key. path: from the tree's root; of a tier: from its table. unit: what may be written.
+class ConfigKey:
+    """One key. path: from the tree's root, or from a tier's table. unit: kind of value.
 
-    default: as a file would have it; None where there is none.
+    default: as written in a file. None: no default.
     """
 
     path: str
@@ -52,7 +51,7 @@ class Knob:
 
 
 def meanings(model: type[BaseModel]) -> dict[str, str]:
-    """By field, the text below it in the model's source, its base models' too."""
+    """Return the docstring of each field, including fields of base models."""
     found: dict[str, str] = {}
     for kind in reversed(model.__mro__):
         if kind in BaseModel.__mro__ or not issubclass(kind, BaseModel):
@@ -72,7 +71,7 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def sections() -> dict[str, type[BaseModel]]:
-    """The tree's tables, all but the tiers, in its order."""
+    """Return the sections of the configuration in order, without the tiers."""
     fields = Settings.model_fields.items()
     return {
         name: field.annotation
@@ -82,7 +81,7 @@ def sections() -> dict[str, type[BaseModel]]:
 
 
 def tier_models() -> dict[str, type[BaseModel]]:
-    """By kind, the tiers' own parts; without those whose library is not installed."""
+    """Return the config model of each tier kind whose library is installed."""
     found: dict[str, type[BaseModel]] = {}
     for info in pkgutil.iter_modules(tiers.__path__):
         try:
@@ -94,14 +93,14 @@ def tier_models() -> dict[str, type[BaseModel]]:
     return found
 
 
-def knobs(model: type[BaseModel], path: str = "") -> Iterator[Knob]:
-    """The keys of one table."""
-    said = meanings(model)
+def config_keys(model: type[BaseModel], path: str = "") -> Iterator[ConfigKey]:
+    """Yield the keys of one table."""
+    docs = meanings(model)
     for name, field in model.model_fields.items():
         default = None if field.is_required() else _default_of(field)
         variable = ENV_PREFIX + f"{path}.{name}".replace(".", ENV_NESTED).upper() if path else ""
         full = f"{path}.{name}" if path else name
-        yield Knob(full, unit_of(field), default, said.get(name, ""), variable, field)
+        yield ConfigKey(full, unit_of(field), default, docs.get(name, ""), variable, field)
 
 
 def _default_of(field: FieldInfo) -> str:
@@ -110,7 +109,7 @@ def _default_of(field: FieldInfo) -> str:
 
 
 def unit_of(field: FieldInfo) -> str:
-    """What a field's value is, in a word or two."""
+    """Return the kind of a field's value, in a word or two."""
     kind = str(field.annotation)
     if is_secret(field):
         return "text, secret"
@@ -127,12 +126,12 @@ def unit_of(field: FieldInfo) -> str:
 
 
 def is_secret(field: FieldInfo) -> bool:
-    """Whether nobody may see its value."""
+    """Return whether a field's value must be masked."""
     return field.annotation is SecretStr
 
 
 def spelled(field: FieldInfo | None, value: Any) -> str:
-    """A value as a TOML file has it, sizes and times with their units."""
+    """Return a value as TOML, sizes and times with their units."""
     if isinstance(value, SecretStr):
         return '""' if not value.get_secret_value() else f'"{MASK}"'
     if field is not None and isinstance(value, int | float) and not isinstance(value, bool):
@@ -144,7 +143,7 @@ def spelled(field: FieldInfo | None, value: Any) -> str:
 
 
 def toml(value: Any) -> str:
-    """Any value of the tree, written in one line of TOML."""
+    """Return any value of the tree as one line of TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -163,5 +162,5 @@ def _quoted(text: str) -> str:
 
 
 def common_tier_keys() -> tuple[str, ...]:
-    """Keys that a tier of any kind has."""
+    """Return the keys that every tier has."""
     return tuple(TierSettings.model_fields)

@@ -1,4 +1,4 @@
-"""JSON Schema of the configuration file, the tiers' own parts included."""
+"""The JSON Schema of the configuration file, including the tiers' own keys."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
 
 def schema() -> dict[str, Any]:
-    """Of the whole file. Tiers of the kinds that are installed here are known key by key; of
-    somebody else's (a dotted kind), only the common keys."""
+    """Return the schema of the whole file.
+
+    Tiers of the installed kinds are described key by key. For an external tier (a dotted kind),
+    only the common keys are.
+    """
     whole = Settings.model_json_schema()
     definitions: dict[str, Any] = whole["$defs"]
     for model in sections().values():
@@ -24,15 +27,19 @@ def schema() -> dict[str, Any]:
     kinds = {kind: _tier(kind, model, common) for kind, model in tier_models().items()}
     names = {kind: f"tier-{kind}" for kind in kinds}
     definitions.update({names[kind]: tier for kind, tier in kinds.items()})
-    definitions["tier-of-others"] = {
+    definitions["tier-external"] = {
         **common,
-        "title": "a tier of somebody else's",
+        "title": "an external tier",
         "properties": {
             **common["properties"],
-            "kind": {"type": "string", "pattern": r"\.", "description": "A dotted module."},
+            "kind": {
+                "type": "string",
+                "pattern": r"\.",
+                "description": "Dotted name of a module.",
+            },
         },
     }
-    choices = [*names.values(), "tier-of-others"]
+    choices = [*names.values(), "tier-external"]
     whole["properties"]["tiers"]["items"] = {
         "oneOf": [{"$ref": f"#/$defs/{name}"} for name in choices]
     }
@@ -41,7 +48,7 @@ def schema() -> dict[str, Any]:
 
 def _tier(kind: str, model: type[BaseModel], common: dict[str, Any]) -> dict[str, Any]:
     own = model.model_json_schema()
-    assert "$defs" not in own, f"the tier {kind} has models inside its own"
+    assert "$defs" not in own, f"the config model of tier {kind} has nested models"
     _explain(own, model)
     properties = {**common["properties"], **own["properties"]}
     properties["kind"] = {**common["properties"]["kind"], "const": kind}
@@ -56,7 +63,7 @@ def _tier(kind: str, model: type[BaseModel], common: dict[str, Any]) -> dict[str
 
 
 def _explain(part: dict[str, Any], model: type[BaseModel]) -> None:
-    """Put what the model says of its fields into its schema."""
+    """Add the docstrings of the model's fields to its schema."""
     for name, meaning in meanings(model).items():
         if name in part["properties"]:
             part["properties"][name]["description"] = meaning

@@ -1,4 +1,4 @@
-"""`--set KEY=VALUE`: any key of the configuration, from the command line."""
+"""`--set KEY=VALUE`: sets any configuration key from the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvstore.config.settings import merged
+from kvstore.config.renamed import refuse_key
+from kvstore.config.settings import merge
 from kvstore.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -19,26 +20,31 @@ else:
 Assignments = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Any key, as limits.clients=8; again for more."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Any configuration key, such as limits.max_clients=8. Repeatable.",
     ),
 ]
 
 
 def assigned(assignments: Iterable[str] | None) -> dict[str, Any]:
-    """The tree that KEY=VALUE words say. A value is one of TOML, or else text as it stands.
+    """Return the configuration tree of KEY=VALUE words. A value is TOML, or else plain text.
 
-    Raises ConfigError: a word that is none.
+    Raises ConfigError: a word is not KEY=VALUE.
     """
     tree: dict[str, Any] = {}
     for word in assignments or ():
         path, equals, text = word.partition("=")
         names = path.strip().split(".")
         if not equals or not all(names):
-            raise ConfigError(f"--set {word!r}: KEY=VALUE is right, as in limits.clients=8")
+            raise ConfigError(
+                f"--set must be KEY=VALUE, such as limits.max_clients=8 (got {word!r})"
+            )
+        refuse_key(path.strip())
         value: Any = _value(text)
         for name in reversed(names):
             value = {name: value}
-        tree = merged(tree, value)
+        tree = merge(tree, value)
     return tree
 
 

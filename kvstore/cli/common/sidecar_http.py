@@ -1,4 +1,4 @@
-"""JSON over a sidecar's HTTP side."""
+"""JSON requests to a sidecar's HTTP server."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from typing import Any, Final
 
 from kvstore.errors import ConfigError, TierUnavailable
 
-LIMIT_S: Final = 10.0
-"""Longest silence of a sidecar that is asked something quick."""
+TIMEOUT_S: Final = 10.0
+"""Timeout of a request that the sidecar answers at once."""
 
 
-def ask(
+def request_json(
     url: str,
     path: str,
     body: Any = None,
     *,
-    token: str | None = None,
-    limit_s: float = LIMIT_S,
+    auth_token: str | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> dict[str, Any]:
-    """The answer to a GET, or to a POST of `body`.
+    """Send a GET, or a POST of `body`, and return the JSON response.
 
     Raises:
-        ConfigError: `url` is none, or the sidecar refuses the request as wrong.
-        TierUnavailable: no sidecar answers there, or it cannot now.
+        ConfigError: `url` is invalid, or the sidecar rejects the request as invalid.
+        TierUnavailable: no sidecar responds there, or it cannot serve the request now.
     """
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url!r} is no URL of a sidecar; http://127.0.0.1:8100 is right")
+        raise ConfigError(f"invalid sidecar URL {url!r}: use one like http://127.0.0.1:8100")
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url.rstrip("/") + path, data=data)
     if data is not None:
         request.add_header("Content-Type", "application/json")
-    if token:
-        request.add_header("Authorization", f"Bearer {token}")
+    if auth_token:
+        request.add_header("Authorization", f"Bearer {auth_token}")
     try:
-        with urllib.request.urlopen(request, timeout=limit_s) as response:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
             answer: dict[str, Any] = json.load(response)
             return answer
     except urllib.error.HTTPError as error:
         reason = _reason(error)
         if error.code in (400, 404, 409, 422):
             raise ConfigError(reason) from None
-        raise TierUnavailable(f"{url} answers {error.code}: {reason}") from None
+        raise TierUnavailable(f"{url} returned {error.code}: {reason}") from None
     except (OSError, ValueError) as error:
         raise TierUnavailable(f"no sidecar at {url}: {getattr(error, 'reason', error)}") from None
 
 
-def address(url: str | None) -> str:
-    """The sidecar's HTTP side: as given, or where the configuration puts it."""
+def sidecar_url(url: str | None) -> str:
+    """Return the sidecar's HTTP URL: the given one, or the configured one."""
     if url:
         return url
     from kvstore.config.settings import Settings
@@ -59,7 +59,7 @@ def address(url: str | None) -> str:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """The one line that the sidecar gives for a refusal."""
+    """Return the one-line reason in the sidecar's error response."""
     try:
         return str(json.load(error)["error"])
     except (OSError, ValueError, KeyError, TypeError):

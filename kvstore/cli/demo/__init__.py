@@ -1,4 +1,4 @@
-"""`kvstore demo`: two engines, one sidecar, the same long prompts, computed once."""
+"""`kvstore demo`: two engines share one sidecar, so each long prompt is computed only once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 MODELS: Final = ("auto", "smollm2", "random")
 PROMPT_TOKENS: Final = 1000
 MAX_PROMPT_TOKENS: Final = 3000
-"""What fits into the random model's context, question and output included."""
+"""Maximum that fits into the random model's context, with question and output."""
 CHARS_PER_TOKEN: Final = {"smollm2": 4.3, "random": 1.0}
-"""Of English in SmolLM2's tokens (the manual's text); of bytes."""
+"""English text (the manual) in SmolLM2's tokens. The random model's tokens are bytes."""
 SLOT_BYTES: Final = {"smollm2": 16 * 46_080, "random": 16 * 4_096}
-"""A block of 16 tokens of float32 KV: layers * 2 * kv_heads * head_dim * 4 bytes a token."""
+"""A block of 16 tokens of float32 KV: layers * 2 * kv_heads * head_dim * 4 bytes per token."""
 SPARE_SLOTS: Final = 128
-"""Slots beyond the prompts' own blocks: output, and blocks in workers' hands."""
+"""Slots beyond the prompts' blocks: for the output, and for blocks that workers use."""
 EXIT_FAILED: Final = 1
 
 
@@ -38,15 +38,18 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object on stdout, progress on stderr.")
     ] = False,
     model: Annotated[
-        str, typer.Option(help="auto (SmolLM2 where its wheel is installed), smollm2 or random.")
+        str,
+        typer.Option(
+            help="Model: auto (SmolLM2 if its wheel is installed, else random), smollm2 or random."
+        ),
     ] = "auto",
-    prompts: Annotated[int, typer.Option(help="How many prompts, 1 to 4.")] = 2,
+    prompts: Annotated[int, typer.Option(help="Number of prompts, 1 to 4.")] = 2,
     prompt_tokens: Annotated[
-        int, typer.Option(help="About how many tokens each has.")
+        int, typer.Option(help="Approximate number of tokens per prompt.")
     ] = PROMPT_TOKENS,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate per prompt.")] = 16,
 ) -> None:
-    """Show that a second engine never computes a prompt the first one has seen."""
+    """Show that a second engine reuses the prompts that the first one has computed."""
     from kvstore.cli.demo.run import STEPS, Demo, check
     from kvstore.cli.demo.show import Show
 
@@ -79,31 +82,31 @@ def demo(
 
 
 def make_plan(model: str, prompts: int, prompt_tokens: int, max_tokens: int) -> Plan:
-    """What to run.
+    """Return the plan of a run.
 
     Raises:
-        ConfigError: a value that is wrong, naming what would be right.
+        ConfigError: a value is invalid.
     """
     from kvstore.cli.demo.prompts import make_prompts
     from kvstore.cli.demo.run import BLOCK_TOKENS, Plan
     from kvstore.engine import smollm2
 
     if model not in MODELS:
-        raise ConfigError(f"unknown demo model {model!r}; one of {', '.join(MODELS)} is right")
+        raise ConfigError(f"unknown demo model {model!r}; use one of {', '.join(MODELS)}")
     if not BLOCK_TOKENS <= prompt_tokens <= MAX_PROMPT_TOKENS:
         raise ConfigError(
-            f"--prompt-tokens {prompt_tokens}; {BLOCK_TOKENS} to {MAX_PROMPT_TOKENS} is right"
+            f"--prompt-tokens must be {BLOCK_TOKENS} to {MAX_PROMPT_TOKENS} (got {prompt_tokens})"
         )
     if not 1 <= max_tokens <= 512:
-        raise ConfigError(f"--max-tokens {max_tokens}; 1 to 512 is right")
+        raise ConfigError(f"--max-tokens must be 1 to 512 (got {max_tokens})")
     if model == "auto":
         model = "random" if smollm2.find() is None else "smollm2"
     texts = make_prompts(prompts, int(prompt_tokens * CHARS_PER_TOKEN[model]))
-    # Text differs in how many tokens it takes: room for half as many again.
+    # The number of tokens varies by text: reserve half as many again.
     blocks = prompts * (3 * prompt_tokens // 2 + max_tokens) // BLOCK_TOKENS
     return Plan(model, texts, max_tokens, blocks + SPARE_SLOTS, SLOT_BYTES[model])
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends the demo as Ctrl-C does: through every cleanup."""
+    """End the demo on SIGTERM as on Ctrl-C, with all cleanup."""
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""HTTP to this machine, with the standard library: JSON calls, and a completion as it streams."""
+"""HTTP with the standard library: JSON calls, and a streaming completion."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from urllib.parse import urlsplit
 from kvstore.errors import KVStoreError
 
 TIMEOUT_S: Final = 120.0
-"""Longest silence of a peer."""
+"""Maximum time without data from the server."""
 LINE_BYTES_MAX: Final = 1 << 20
 
 
 class CallFailed(KVStoreError):
-    """A call was refused, or its answer was not what it must be."""
+    """A call failed, or its response is invalid."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A completion that has ended. ttft_ms: from sending the call to the first part with text."""
+    """A finished completion. ttft_ms: from sending the call to the first part with text."""
 
     text: str
     prompt_tokens: int
@@ -31,10 +31,10 @@ class Completion:
 
 
 def call(url: str, method: str = "GET", body: Any = None) -> Any:
-    """The JSON answer of one call (None for an empty one).
+    """Send one request and return the JSON response. None: an empty response.
 
     Raises:
-        CallFailed: no answer, or a status that is not 2xx.
+        CallFailed: no response, or a status that is not 2xx.
     """
     connection, response = _send(url, method, body)
     try:
@@ -50,7 +50,7 @@ def complete(base_url: str, model: str, prompt: str, max_tokens: int) -> Complet
     """Stream one greedy completion from an OpenAI-compatible server.
 
     Raises:
-        CallFailed: no answer, a refusal, or a stream that ends early.
+        CallFailed: no response, an error response, or a stream that ends early.
     """
     body = {
         "model": model,
@@ -83,7 +83,7 @@ def complete(base_url: str, model: str, prompt: str, max_tokens: int) -> Complet
     finally:
         connection.close()
     if usage is None or ttft_ms is None:
-        raise CallFailed(f"{url}: a stream without text or usage")
+        raise CallFailed(f"{url}: the stream has no text or no usage")
     details = usage["prompt_tokens_details"]["cached_tokens_by_tier"]
     by_tier = {tier: tokens for tier, tokens in details.items() if tokens}
     return Completion(text, usage["prompt_tokens"], by_tier, ttft_ms)

@@ -1,4 +1,4 @@
-"""Long prompts of real text: Python's own reference manual, which every Python brings along."""
+"""Long prompts of real text: Python's reference manual, which is part of every Python."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ OPENERS: Final = (
     ("with", "In which order are the methods of a context manager called?"),
     ("try", "When is the else clause of a try statement executed?"),
 )
-"""Topic a prompt begins with, and the question it ends with."""
+"""Topic at which a prompt starts, and its question at the end."""
 
 PROMPTS_MAX: Final = len(OPENERS)
 
 
 def make_prompts(count: int, chars: int) -> list[str]:
-    """`count` prompts of about `chars` characters, no two of which begin alike.
+    """Return `count` prompts of about `chars` characters, each with a different beginning.
 
     Raises:
-        ConfigError: a count or a length outside what the manual can fill.
+        ConfigError: `count` or `chars` is out of range.
     """
     if not 1 <= count <= PROMPTS_MAX:
-        raise ConfigError(f"{count} prompts; 1 to {PROMPTS_MAX} are right")
+        raise ConfigError(f"--prompts must be 1 to {PROMPTS_MAX} (got {count})")
     if chars < 1:
-        raise ConfigError(f"prompts of {chars} characters; at least 1 is right")
+        raise ConfigError(f"prompts must have at least 1 character (got {chars})")
     return [_document(topic, chars) + f"\n\nQuestion: {ask}\nAnswer:" for topic, ask in OPENERS][
         :count
     ]
 
 
 def _document(opener: str, chars: int) -> str:
-    """Text of the manual from topic `opener` on, topic after topic, cut at a word."""
+    """Return text of the manual from topic `opener` on, cut at a word."""
     names = sorted(topics)
     start = names.index(opener)
     parts: list[str] = []
@@ -45,7 +45,7 @@ def _document(opener: str, chars: int) -> str:
         if length >= chars:
             break
     else:
-        raise ConfigError(f"a prompt of {chars} characters; the manual has {length}")
+        raise ConfigError(f"prompts must have at most {length} characters (got {chars})")
     text = "\n\n".join(parts)
     end = text.rfind(" ", 0, chars)
     return text[: end if end > 0 else chars]

@@ -1,4 +1,4 @@
-"""The demo's steps over real processes: a sidecar, and two engines that know only its socket."""
+"""Runs the demo's steps with real processes: a sidecar, and two engines that know its socket."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from kvstore.cli.demo.http import Completion, call, complete
 from kvstore.errors import KVStoreError
 from kvstore.testing.processes import Child, Sidecar
 
-START_LIMIT_S: Final = 240.0
-"""Longest start of a process: a model is loaded in it, two at a time."""
-JOIN_LIMIT_S: Final = 60.0
-"""Longest wait for both engines to join a sidecar that was started again."""
+START_TIMEOUT_S: Final = 240.0
+"""Maximum start time of a process. Two processes load a model at the same time."""
+JOIN_TIMEOUT_S: Final = 60.0
+"""Maximum time until both engines are connected to a restarted sidecar."""
 TICK_S: Final = 0.1
-WAIT_MS: Final = 60_000
-"""Deadline of the engines' loads: a demo on a busy machine shows hits, not cuts."""
+MAX_WAIT_MS: Final = 60_000
+"""Maximum wait for loads. Long, so that a busy machine shows hits, not truncated prefixes."""
 BLOCK_TOKENS: Final = 16
-HIT_SHARE: Final = 0.9
-"""Share of the full blocks that the expected tier must give for a step to count as a hit."""
+MIN_HIT_FRACTION: Final = 0.9
+"""Minimum fraction of the full blocks from the expected tier, for a step to pass."""
 NO_TIER: Final = "none"
 MODEL_NAME: Final = "demo"
 
 
 class DemoFailed(KVStoreError):
-    """A step did not show what it is there to show."""
+    """A step did not show the expected result."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One line of the table. before: what is done to the processes first, in words."""
+    """One line of the table. before: what is done to the processes first, for the user."""
 
     name: str
     engine: str
@@ -48,14 +48,14 @@ STEPS: Final = (
     Step("cold", "A", NO_TIER),
     Step("warm", "A", "l1"),
     Step("second engine", "B", "l2"),
-    Step("caches emptied", "B", "disk", "emptying B's own cache and L2"),
-    Step("sidecar killed", "B", "disk", "killing the sidecar (-9), starting it again"),
+    Step("caches emptied", "B", "disk", "clearing B's own cache and L2"),
+    Step("sidecar killed", "B", "disk", "killing the sidecar (-9) and restarting it"),
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a step measured, over all prompts: sums of tokens, the mean time to first token."""
+    """Result of a step over all prompts: sums of tokens, and the mean time to first token."""
 
     step: str
     engine: str
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. model: `random` or `smollm2`; slots and slot_bytes: of the slab."""
+    """What to run. model: `random` or `smollm2`. slots, slot_bytes: of the slab."""
 
     model: str
     prompts: Sequence[str]
@@ -82,10 +82,10 @@ class Plan:
     def sidecar_flags(self, folder: Path) -> list[str]:
         l2_bytes = self.slots * self.slot_bytes
         disk = ["--disk", str(folder / "disk"), "--disk-capacity", str(4 * l2_bytes)]
-        # On a busy machine a disk is slow, not broken: the demo shows what is held, so it waits.
+        # On a busy machine a disk is slow, not broken. The demo waits, to show the cached blocks.
         config = folder / "sidecar.toml"
-        config.write_text(f"[limits]\ntier_deadline_ms = {WAIT_MS}\n")
-        l2 = ["--l2", str(l2_bytes), "--slot", str(self.slot_bytes)]
+        config.write_text(f"[limits]\ntier_timeout = {MAX_WAIT_MS}\n")
+        l2 = ["--l2", str(l2_bytes), "--slot-bytes", str(self.slot_bytes)]
         return ["--config", str(config), *l2, *disk]
 
     def engine_flags(self, socket: str) -> list[str]:
@@ -95,21 +95,21 @@ class Plan:
             "--dtype": "float32",
             "--port": "0",
             "--store": socket,
-            "--wait-store-s": "30",
+            "--store-connect-timeout": "30s",
             "--block-tokens": str(BLOCK_TOKENS),
             "--page-tokens": str(BLOCK_TOKENS),
             "--num-pages": str(self.slots),
             "--prefetch": "wait_complete",
-            "--deadline-ms": str(WAIT_MS),
+            "--max-wait": f"{MAX_WAIT_MS}ms",
             "--min-load-tokens": "0",
-            # Two engines share the machine; threads beyond the free cores slow each other down.
+            # Two engines share the machine. More threads than free cores would slow both.
             "--threads": str(max(1, (os.cpu_count() or 1) // 2)),
         }
         return [part for flag in flags.items() for part in flag]
 
 
 class Demo:
-    """The processes of one run. Leaving the context ends every one, however it is left."""
+    """The processes of one run. Leaving the context ends all of them, also after an error."""
 
     def __init__(self, plan: Plan, folder: Path, say: Callable[[str], None]) -> None:
         self._plan = plan
@@ -119,7 +119,7 @@ class Demo:
         self._engines: dict[str, Child] = {}
         self._sidecar: Sidecar | None = None
         self.texts: list[str] = []
-        """What each prompt's cold run generated."""
+        """Text that each prompt's cold run generated."""
 
     def __enter__(self) -> Demo:
         return self
@@ -128,21 +128,21 @@ class Demo:
         self._ending.close()
 
     def start(self) -> None:
-        """Start all three; returns when they serve."""
+        """Start all three processes. Returns when they are ready."""
         self._say("starting a sidecar and two engines")
         sidecar = self._start_sidecar()
         flags = self._plan.engine_flags(sidecar.socket)
         for name in ("A", "B"):
             argv = [sys.executable, "-m", "kvstore", "engine", *flags]
-            with signals_held():
+            with delay_signals():
                 child = Child(argv, ready=lambda line: line.startswith("kvstore engine: "))
                 self._engines[name] = self._ending.enter_context(child)
-        sidecar.wait_ready(START_LIMIT_S)
+        sidecar.wait_ready(START_TIMEOUT_S)
         for child in self._engines.values():
-            child.wait_ready(START_LIMIT_S)
+            child.wait_ready(START_TIMEOUT_S)
 
     def run(self, step: Step) -> Row:
-        """Bring about what the step is about, then ask every prompt, one after another."""
+        """Prepare the step, then send each prompt in turn."""
         if step.before:
             self._say(step.before)
         if step.name == "caches emptied":
@@ -179,7 +179,7 @@ class Demo:
 
     def _start_sidecar(self) -> Sidecar:
         flags = self._plan.sidecar_flags(self._folder)
-        with signals_held():
+        with delay_signals():
             sidecar = Sidecar(self._folder / "kvstore.sock", *flags)
             self._ending.enter_context(sidecar)
         self._sidecar = sidecar
@@ -188,27 +188,29 @@ class Demo:
     def _restart_sidecar(self) -> None:
         assert self._sidecar is not None
         self._sidecar.kill()
-        self._start_sidecar().wait_ready(START_LIMIT_S)
-        end_s = time.monotonic() + JOIN_LIMIT_S
+        self._start_sidecar().wait_ready(START_TIMEOUT_S)
+        end_s = time.monotonic() + JOIN_TIMEOUT_S
         while not self._joined():
             if time.monotonic() >= end_s:
-                raise DemoFailed(f"the engines did not join again within {JOIN_LIMIT_S:g} s")
+                raise DemoFailed(f"the engines did not reconnect within {JOIN_TIMEOUT_S:g} s")
             time.sleep(TICK_S)
 
     def _joined(self) -> bool:
-        """Whether both sides say that every engine is there: the sidecar counts one from its hello
-        on, the engine has the slab only some time later."""
+        """Return whether sidecar and engines both report the connection.
+
+        The sidecar counts an engine after its handshake. The engine maps the slab some time later.
+        """
         if call(f"{self._sidecar_url()}/v1/stats")["sessions"] < len(self._engines):
             return False
         engines = [call(f"{self._url(name)}/stats") for name in self._engines]
         return all(stats["hooks"]["store_connected"] for stats in engines)
 
     def _reset(self, engine: str) -> None:
-        """Empty an engine's own cache."""
+        """Clear an engine's own cache."""
         call(f"{self._url(engine)}/reset_prefix_cache", "POST")
 
     def _flush(self) -> None:
-        """What was saved so far lies on disk."""
+        """Wait until all saved blocks are written to disk."""
         call(f"{self._sidecar_url()}/v1/flush", "POST")
 
     def _clear_l2(self) -> None:
@@ -224,30 +226,30 @@ class Demo:
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[None]:
-    """SIGINT and SIGTERM wait for the block's end: a child is started and known, or neither."""
-    held: list[int] = []
+def delay_signals() -> Iterator[None]:
+    """Delay SIGINT and SIGTERM to the end of the block, so that no started child is lost."""
+    received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda n, _: held.append(n)) for number in numbers}
+    before = {number: signal.signal(number, lambda n, _: received.append(n)) for number in numbers}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if held:
+    if received:
         raise KeyboardInterrupt
 
 
 def check(step: Step, row: Row, prompts: int) -> str:
-    """What is wrong with a row, in one line; empty when it shows what it should."""
+    """Return what is wrong with a row, in one line. Empty: the step passed."""
     if not row.identical:
-        return f"step {step.name!r}: the output differs from that of the cold run"
+        return f"step {step.name!r}: the output differs from the cold run"
     if step.tier == NO_TIER:
         return ""
-    blocks = (row.prompt_tokens - prompts * BLOCK_TOKENS) * HIT_SHARE
+    blocks = (row.prompt_tokens - prompts * BLOCK_TOKENS) * MIN_HIT_FRACTION
     if step.tier not in row.tier.split("+") or row.cached_tokens < blocks:
         return (
             f"step {step.name!r}: {row.cached_tokens} of {row.prompt_tokens} prompt tokens came "
-            f"from {row.tier}; nearly all of them should come from {step.tier}"
+            f"from {row.tier}; expected nearly all from {step.tier}"
         )
     return ""

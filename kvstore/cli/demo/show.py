@@ -1,4 +1,4 @@
-"""What the demo shows a person: what is going on, a table, and the text."""
+"""Prints the demo's progress, its table and the generated text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.cli.demo.run import Row
 
 
 class Show:
-    """Progress and results on a console; a dull one for JSON prints progress on stderr only."""
+    """Prints progress and results. quiet: print only progress, on stderr (for --json)."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
@@ -27,14 +27,14 @@ class Show:
             yield
 
     def say(self, text: str) -> None:
-        """What is being done now: one line that is replaced on a terminal, lines elsewhere."""
+        """Print the current step: a line that is replaced on a terminal, else a new line."""
         if self._console.is_terminal:
             self._status.update(text)
         else:
             self._console.print(text, markup=False)
 
     def row(self, row: Row) -> None:
-        """A step has ended."""
+        """Print the result of a step."""
         self._console.print(
             f"{row.step}: {row.cached_tokens} of {row.prompt_tokens} tokens from {row.tier}, "
             f"first token after {row.ttft_ms:,.0f} ms",

@@ -1,6 +1,6 @@
 """`kvstore doctor NAME`: one module of this package per check, found by listing it.
 
-A check's module offers `register(app)` as a command's does.
+A check's module has `register(app)`, as a command's has.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ DOCTORS = tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name 
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(
-        help="Check an environment, or why prompts do not hit.", invoke_without_command=True
+        help="Check an environment, or find out why prompts miss the cache.",
+        invoke_without_command=True,
     )
     group.callback()(list_doctors)
     for name in DOCTORS:
@@ -24,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def list_doctors(context: typer.Context) -> None:
-    """Check something; without a name, list what there is to check."""
+    """Run a check. Without a name, list the checks."""
     if context.invoked_subcommand is None:
         for name in DOCTORS:
             print(name)

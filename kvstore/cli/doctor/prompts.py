@@ -1,4 +1,4 @@
-"""`kvstore doctor prompts`: where two prompts part, and why."""
+"""`kvstore doctor prompts`: where two prompts first differ, and why."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def prompts(
-        first: Annotated[str, typer.Argument(help="The earlier prompt: a file, or its text.")],
-        second: Annotated[str, typer.Argument(help="The later one, that should have hit.")],
+        first: Annotated[str, typer.Argument(help="Earlier prompt: a file, or its text.")],
+        second: Annotated[
+            str, typer.Argument(help="Later prompt that was expected to hit: a file, or its text.")
+        ],
         tokenizer: Annotated[
             str | None,
-            typer.Option(help="A folder with tokenizer.json, a .gguf file, or smollm2."),
+            typer.Option(help="Tokenizer: a folder with tokenizer.json, a .gguf file, or smollm2."),
         ] = None,
-        block_tokens: Annotated[int, typer.Option(help="Tokens of a block (a page).")] = 16,
+        block_tokens: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
         requests_per_day: Annotated[
-            float | None, typer.Option(help="How often a day it happens, for what it costs.")
+            float | None,
+            typer.Option(help="Number of such requests per day, to compute the daily cost."),
         ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     ) -> None:
-        """Say where the second prompt parts from the first, what that looks like and costs."""
+        """Report where two prompts first differ, the likely cause, its cost, and the fix."""
         from kvstore.analysis.diagnose.compare import compare
         from kvstore.cli.common.prompt_diff import (
             check_sizes,
@@ -51,15 +54,15 @@ def register(app: typer.Typer) -> None:
 def _show(seen: Comparison, per_day: float | None, counted: str) -> None:
     first, second = seen.context()
     tokens = seen.b.tokens
-    print(f"The second prompt has {tokens:,} tokens; {seen.reused:,} of them can be reused.")
+    print(f"The second prompt has {tokens:,} tokens; {seen.reused:,} of them are reusable.")
     print(
-        f"They part after {seen.shared:,} tokens ({seen.char:,} characters), in block "
+        f"The prompts differ after {seen.shared:,} tokens ({seen.char:,} characters), in block "
         f"{seen.block} of {seen.block_tokens} tokens, in {seen.part}:"
     )
     print(f"  first   {first}")
     print(f"  second  {second}")
-    print(f"Looks like {seen.verdict.looks} ({seen.verdict.kind}).")
-    cost = f"It costs {seen.lost:,} tokens that the first prompt has too"
-    print(cost + ("." if per_day is None else f": {per_day:,.0f} a day."))
-    print(seen.verdict.advice)
+    print(f"Likely cause: {seen.diagnosis.looks} ({seen.diagnosis.kind}).")
+    cost = f"Cost: {seen.lost:,} tokens that the first prompt also has"
+    print(cost + ("." if per_day is None else f", {per_day:,.0f} per day."))
+    print(seen.diagnosis.advice)
     print(f"({counted}.)")

@@ -1,4 +1,4 @@
-"""Checks of an environment: `kvstore doctor NAME`. What they have in common."""
+"""Findings of the checks `kvstore doctor NAME`, and their report."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ import typer
 
 from kvstore.errors import KVStoreError
 
-EXIT_WRONG = 1
+EXIT_FAIL = 1
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. text: what was found, and what to do unless it is "ok"."""
+    """Result of one check. text: what was found and, unless the state is "ok", what to do."""
 
     what: str
-    state: Literal["ok", "note", "wrong"]
+    state: Literal["ok", "warn", "fail"]
     text: str
 
 
 def ok(what: str, text: str) -> Finding:
-    """As it should be."""
+    """Return a finding without a problem."""
     return Finding(what, "ok", text)
 
 
-def note(what: str, text: str) -> Finding:
-    """Works, but worth knowing."""
-    return Finding(what, "note", text)
+def warn(what: str, text: str) -> Finding:
+    """Return a finding that works, but is worth knowing."""
+    return Finding(what, "warn", text)
 
 
-def wrong(what: str, text: str) -> Finding:
-    """Will not work."""
-    return Finding(what, "wrong", text)
+def fail(what: str, text: str) -> Finding:
+    """Return a finding that does not work."""
+    return Finding(what, "fail", text)
 
 
 def attempt(what: str, check: Callable[[], Finding]) -> Finding:
-    """A check whose named faults are findings too."""
+    """Run a check. A KVStoreError becomes a failed finding."""
     try:
         return check()
     except KVStoreError as error:
-        return wrong(what, " ".join(str(error).split()))
+        return fail(what, " ".join(str(error).split()))
 
 
 def report(findings: Iterable[Finding], *, as_json: bool) -> None:
-    """Print them; the command's exit code is 1 when something is wrong."""
+    """Print the findings. Exits with 1 if one has failed."""
     found = list(findings)
     if as_json:
         print(json.dumps([asdict(finding) for finding in found]))
     else:
         width = max(len(finding.what) for finding in found)
         for finding in found:
-            print(f"{finding.state:5}  {finding.what:{width}}  {finding.text}")
-    if any(finding.state == "wrong" for finding in found):
-        raise typer.Exit(EXIT_WRONG)
+            print(f"{finding.state:4}  {finding.what:{width}}  {finding.text}")
+    if any(finding.state == "fail" for finding in found):
+        raise typer.Exit(EXIT_FAIL)

@@ -1,4 +1,4 @@
-"""`kvstore doctor sidecar`: what a running sidecar's counters say about a low hit rate."""
+"""`kvstore doctor sidecar`: explains a low hit rate from a running sidecar's counters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from kvstore.cli.doctor.report import Finding, note, ok, report, wrong
+from kvstore.cli.doctor.report import Finding, fail, ok, report, warn
 
 LOW_RATE: Final = 0.2
-FULL_SHARE: Final = 0.9
+FULL_FRACTION: Final = 0.9
 CHURN: Final = 1.0
-"""Evictions per block held, above which the cache has been turned over completely."""
-DROPPED_SHARE: Final = 0.05
+"""Evictions per cached block at which the whole cache has been replaced."""
+DROPPED_FRACTION: Final = 0.05
 
 
 def register(app: typer.Typer) -> None:
@@ -22,10 +22,18 @@ def register(app: typer.Typer) -> None:
 
     @app.command()
     def sidecar(
-        socket: Annotated[str | None, typer.Option(help="The sidecar's Unix socket.")] = None,
-        url: Annotated[str | None, typer.Option(help="Its HTTP side, http://host:port.")] = None,
-        token: Annotated[str | None, typer.Option(help="A token, where it asks for one.")] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="The findings as JSON.")] = False,
+        socket: Annotated[
+            str | None, typer.Option(help="Path of the sidecar's Unix socket.")
+        ] = None,
+        url: Annotated[
+            str | None, typer.Option(help="URL of the sidecar's HTTP server, http://host:port.")
+        ] = None,
+        auth_token: Annotated[
+            str | None, typer.Option(help="The sidecar's auth token, if it requires one.")
+        ] = None,
+        as_json: Annotated[
+            bool, typer.Option("--json", help="Print the findings as JSON.")
+        ] = False,
     ) -> None:
         """Check a running sidecar: hit rate, size, drops, tiers, and engines that cannot share."""
         from kvstore.config.settings import Settings
@@ -34,18 +42,18 @@ def register(app: typer.Typer) -> None:
         if socket and url:
             raise ConfigError("give --socket or --url, not both")
         if url:
-            from kvstore.cli.common.sidecar_http import ask
+            from kvstore.cli.common.sidecar_http import request_json
 
-            numbers = ask(url, "/v1/stats", token=token)
+            numbers = request_json(url, "/v1/stats", auth_token=auth_token)
         else:
-            from kvstore.ipc.sidecar_connection import ask_stats
+            from kvstore.ipc.sidecar_connection import request_stats
 
-            numbers = ask_stats(socket or Settings.load().server.socket, token)
+            numbers = request_stats(socket or Settings.load().server.socket, auth_token)
         report(diagnose(numbers), as_json=as_json)
 
 
 def diagnose(numbers: dict[str, Any]) -> Iterator[Finding]:
-    """What a sidecar's statistics (`/v1/stats`) say."""
+    """Yield findings about a sidecar's statistics (`/v1/stats`)."""
     yield engines(numbers)
     yield hit_rate(numbers)
     yield room(numbers)
@@ -56,104 +64,112 @@ def diagnose(numbers: dict[str, Any]) -> Iterator[Finding]:
 
 
 def engines(numbers: dict[str, Any]) -> Finding:
-    """Whether anybody uses it."""
+    """Check that engines are connected."""
     count = numbers["sessions"]
     if not count:
-        return wrong(
+        return fail(
             "engines",
-            "none is connected, so nothing is saved or loaded: start engines with this socket "
+            "no engine is connected, so nothing is saved or loaded: start engines with this socket "
             "(kvstore doctor vllm checks vLLM's side)",
         )
     return ok("engines", f"{count} connected")
 
 
 def hit_rate(numbers: dict[str, Any]) -> Finding:
-    """Blocks served beside blocks saved: each that was saved had been asked for in vain, or new."""
-    hits, saved = sum(numbers["hits"].values()), numbers["l2"]["admitted"]
+    """Compare hit blocks with saved blocks. A saved block was new, or a lookup had missed it."""
+    hits, saved = sum(numbers["hit_blocks"].values()), numbers["l2"]["stored"]
     if not hits + saved:
-        return note("hit rate", "nothing was asked yet")
+        return warn("hit rate", "no lookups yet")
     rate = hits / (hits + saved)
-    by_tier = ", ".join(f"{name} {count:,}" for name, count in numbers["hits"].items())
-    text = f"{rate:.1%}: {hits:,} blocks served ({by_tier}), {saved:,} computed and saved"
+    by_tier = ", ".join(f"{name} {count:,}" for name, count in numbers["hit_blocks"].items())
+    text = f"{rate:.1%}: {hits:,} blocks hit ({by_tier}), {saved:,} computed and saved"
     if rate >= LOW_RATE:
         return ok("hit rate", text)
-    return note(
+    return warn(
         "hit rate",
-        f"{text}; what the engines' own caches hit is not in it. If prompts should share more, "
+        f"{text}; hits in the engines' own caches are not counted. If prompts should share more, "
         "kvstore doctor log finds what differs in them",
     )
 
 
 def room(numbers: dict[str, Any]) -> Finding:
-    """Whether blocks leave before they can hit again."""
+    """Check whether blocks are evicted before they can hit again."""
     l2 = numbers["l2"]
-    held, evictions = l2["slots_ready"], l2["evictions"]
-    if held < FULL_SHARE * l2["slots"] or evictions < CHURN * max(1, held):
-        return ok("room in L2", f"{held:,} of {l2['slots']:,} slots hold blocks")
-    turns = evictions / max(1, held)
-    text = f"full, and turned over {turns:,.1f} times"
+    cached, evictions = l2["slots_ready"], l2["evictions"]
+    if cached < FULL_FRACTION * l2["slots"] or evictions < CHURN * max(1, cached):
+        return ok("room in L2", f"{cached:,} of {l2['slots']:,} slots have blocks")
+    turns = evictions / max(1, cached)
+    text = f"full, and its content was replaced {turns:,.1f} times"
     if numbers["tiers"]:
-        return note("room in L2", f"{text}; what left it is read from the tiers below, slower")
-    return wrong(
+        return warn("room in L2", f"{text}; evicted blocks are read from the slower tiers below")
+    return fail(
         "room in L2",
-        f"{text}, with no tier below: blocks are lost before they are used again. Raise --l2, or "
+        f"{text}, with no tier below: blocks are lost before they are reused. Raise --l2, or "
         "add --disk",
     )
 
 
 def saves(numbers: dict[str, Any]) -> Finding:
-    """Blocks that were not kept although engines gave them."""
+    """Check whether L2 and the tiers took the blocks that engines saved."""
     l2 = numbers["l2"]
-    refused = {name: l2[name] for name in ("busy", "rejected", "over_quota") if l2[name]}
-    dropped = {name: l2[name] for name in ("spills_dropped", "spills_failed") if l2[name]}
-    lost, given = sum(refused.values()), l2["admitted"] + sum(refused.values())
-    if lost > DROPPED_SHARE * max(1, given):
-        words = ", ".join(f"{count:,} {name}" for name, count in refused.items())
-        return wrong(
+    skipped = {name: l2[name] for name in ("no_slot", "already_cached", "over_quota") if l2[name]}
+    dropped = {name: l2[name] for name in ("tier_writes_dropped", "tier_writes_failed") if l2[name]}
+    lost, given = sum(skipped.values()), l2["stored"] + sum(skipped.values())
+    if lost > DROPPED_FRACTION * max(1, given):
+        words = ", ".join(f"{count:,} {name}" for name, count in skipped.items())
+        return fail(
             "saves",
-            f"of {given:,} blocks given {lost:,} were not taken ({words}): busy means that every "
-            "slot was in use (raise --l2), over_quota that a tenant's share was",
+            f"{lost:,} of {given:,} saved blocks were not stored ({words}): no_slot means that all "
+            "slots were in use (raise --l2), over_quota that a tenant had used its quota",
         )
-    spilled = l2["spills_written"] + sum(dropped.values())
-    if sum(dropped.values()) > DROPPED_SHARE * max(1, spilled):
+    writes = l2["tier_writes_written"] + sum(dropped.values())
+    if sum(dropped.values()) > DROPPED_FRACTION * max(1, writes):
         words = ", ".join(f"{count:,} {name}" for name, count in dropped.items())
-        return wrong(
+        return fail(
             "saves",
-            f"of {spilled:,} writes to tiers below L2 some were lost ({words}): the tier is slower "
-            "than blocks come; raise limits.queue_blocks, or write less (--write-policy selective)",
+            f"of {writes:,} writes to tiers below L2 some were lost ({words}): the tier is slower "
+            "than the saves; raise limits.write_queue_blocks, or write less (--write-policy "
+            "selective)",
         )
-    return ok("saves", f"{l2['admitted']:,} blocks taken, {l2['spills_written']:,} written below")
+    return ok(
+        "saves",
+        f"{l2['stored']:,} blocks stored, {l2['tier_writes_written']:,} written to tiers",
+    )
 
 
 def tier_state(name: str, tier: dict[str, Any]) -> Finding:
-    """Whether a tier answers, rightly and in time."""
+    """Check that a tier is up, and has no errors, late calls or corrupt blocks."""
     what = f"tier {name}"
     bad = tier["checksum_failures"]
     if tier.get("state", "up") != "up":
-        return wrong(what, f"is {tier['state']} and answers nothing; its log line says why")
+        return fail(
+            what, f"is {tier['state']} and returns nothing; the sidecar's log has the cause"
+        )
     if bad:
-        return wrong(what, f"{bad:,} blocks were corrupt and are gone; is its medium sound?")
-    if tier["faults"] or tier.get("late"):
-        return note(
+        return fail(what, f"{bad:,} blocks were corrupt and were deleted; check the device")
+    if tier["errors"] or tier.get("deadline_exceeded"):
+        return warn(
             what,
-            f"{tier['faults']:,} faults, {tier.get('late', 0):,} calls past their deadline: each "
-            "was a miss; raise limits.tier_deadline_ms if it is only slow",
+            f"{tier['errors']:,} errors, {tier.get('deadline_exceeded', 0):,} calls past their "
+            "deadline; each was a miss. Raise limits.tier_timeout if the tier is only slow",
         )
     return ok(what, f"{tier.get('blocks', 0):,} blocks, {tier['reads']:,} reads")
 
 
 def sharing(namespaces: dict[str, dict[str, Any]]) -> Finding:
-    """Engines of one model whose blocks do not fit one another."""
+    """Find engines of one model that cannot share blocks."""
     by_model: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for space in namespaces.values():
         by_model[space["model"]].append(space)
     for model, spaces in by_model.items():
         if len(spaces) > 1:
-            kinds = ", ".join(f"{each['dtype']} in blocks of {each['tokens']}" for each in spaces)
-            return note(
-                "sharing",
-                f"{model} has {len(spaces)} namespaces ({kinds}), which share nothing: engines "
-                "that should share need one dtype, block size, revision and layout; ranks of one "
-                "engine have one each, and that is right",
+            kinds = ", ".join(
+                f"{each['dtype']} in blocks of {each['block_tokens']}" for each in spaces
             )
-    return ok("sharing", f"{len(by_model)} models, each with one namespace")
+            return warn(
+                "sharing",
+                f"{model} has {len(spaces)} namespaces ({kinds}), which share nothing. To share, "
+                "engines need the same dtype, block size, revision and layout. Several ranks of "
+                "one engine are normal: each has its namespace",
+            )
+    return ok("sharing", f"{len(by_model)} models with one namespace each")

@@ -1,1 +1,1 @@
-"""What several connectors share. Connectors do not import one another."""
+"""Modules that several connectors share. Connectors do not import one another."""

@@ -1,8 +1,8 @@
 """A thread that copies blocks between the pages of an engine and the slots of the store.
 
-The rule of slots: a slot is leased from before its copy is queued until after the copy has ended.
-`CopyThread` therefore never drops a copy it took: each one comes back through `finished`, done or
-failed, or through `withdraw`, not begun, and only then does its owner hand the ticket back.
+A slot is leased from before its copy is queued until after the copy has ended. So `CopyThread`
+never drops a copy it accepted. `finished` returns each copy when it is done or failed; `withdraw`
+returns copies that have not started. Only then does the owner release the operation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from kvstore.interface import SlotBuffer
+from kvstore.interface import SlabView
 from kvstore.kernels import Copier, Event
 
 log = logging.getLogger(__name__)
@@ -23,9 +23,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COPIES_QUEUED_MAX: Final = 256
-"""Copies of one direction waiting for the thread; more are refused."""
+"""Maximum number of queued copies in one direction. Further ones are dropped."""
 SCATTERS_IN_A_ROW_MAX: Final = 16
-"""Scatters that overtake a waiting gather, whose blocks the engine keeps as long."""
+"""Maximum number of scatters that run before a queued gather. The engine keeps the blocks of the
+gather until it ends."""
 
 
 class Direction(enum.Enum):
@@ -35,18 +36,18 @@ class Direction(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """One run of blocks between pages and slots.
+    """A copy of several blocks between pages and slots.
 
-    pages: page ids of each block. slots: slots of `slab`, one for each block. after: the device's
-    work that must end first. owner: whatever the caller wants back. error: why it failed, if so.
-    by_layer: a scatter whose layers are wanted as they arrive: `layers` is set, and the copy handed
-    out by `launched`, once all of it is queued on the device. then: called by the thread with the
-    slots of a gather that has ended.
+    pages: page ids of each block. slots: slots of `slab`, one for each block. after: device work
+    that must end first. owner: an object of the caller. error: why the copy failed; "" if it did
+    not. by_layer: a scatter that reports each layer: once it is queued on the device, `layers` is
+    set and `launched` returns the copy. then: the thread calls it with the slots of a finished
+    gather.
     """
 
     direction: Direction
     pages: Sequence[Sequence[int]]
-    slab: SlotBuffer
+    slab: SlabView
     slots: Sequence[int]
     after: Event
     owner: Any
@@ -57,8 +58,8 @@ class Copy:
 
 
 class CopyThread:
-    """Runs copies one after another on a thread of its own. Scatters go first: requests wait for
-    them, while a gather is only a save."""
+    """Runs copies one after another on its own thread. Scatters go first: requests wait for them,
+    but not for a gather, which belongs to a save."""
 
     def __init__(self, copier: Copier, *, name: str = "kvstore-copies") -> None:
         self._copier = copier
@@ -69,17 +70,17 @@ class CopyThread:
         self._finished: list[Copy] = []
         self._under_way = 0
         self._closing = False
-        self._slab: SlotBuffer | None = None
+        self._slab: SlabView | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def under_way(self) -> int:
-        """Copies taken whose end has not been collected by `finished`."""
+        """Number of accepted copies that `finished` has not returned."""
         return self._under_way
 
     def submit(self, copy: Copy) -> bool:
-        """Take a copy; False when the queue is full. Never waits."""
+        """Queue a copy; False when the queue is full. Never waits."""
         with self._changed:
             assert not self._closing, "no copies after close"
             if len(self._queues[copy.direction]) >= COPIES_QUEUED_MAX:
@@ -90,8 +91,8 @@ class CopyThread:
             return True
 
     def withdraw(self, wanted: Callable[[Copy], bool]) -> list[Copy]:
-        """Take back the gathers of this kind that have not begun: they touch no slot, and do not
-        come through `finished`. Never waits for a copy."""
+        """Remove and return the queued gathers that match `wanted`. They touch no slot, and
+        `finished` does not return them. Never waits for a copy."""
         with self._changed:
             queue = self._queues[Direction.GATHER]
             taken = [copy for copy in queue if wanted(copy)]
@@ -101,15 +102,15 @@ class CopyThread:
             return taken
 
     def launched(self) -> list[Copy]:
-        """Scatters by layer that the device has been given since the last call. Each comes back
-        through `finished` as well."""
+        """Scatters by layer that were queued on the device since the last call. `finished` returns
+        each of them as well."""
         with self._changed:
-            begun, self._launched = self._launched, []
-            return begun
+            launched, self._launched = self._launched, []
+            return launched
 
     def finished(self, timeout_s: float = 0.0) -> list[Copy]:
-        """Copies that ended since the last call; waits up to timeout_s for the first, or for one
-        to be launched."""
+        """Copies that ended since the last call. Waits up to timeout_s for the first one, or until
+        one is launched."""
         with self._changed:
             if not self._finished and timeout_s > 0.0:
                 self._changed.wait_for(lambda: bool(self._finished or self._launched), timeout_s)
@@ -118,7 +119,7 @@ class CopyThread:
             return ended
 
     def close(self) -> list[Copy]:
-        """Run what is queued, end the thread, and return what `finished` has not."""
+        """Run the queued copies, end the thread, and return the copies that `finished` has not."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -136,14 +137,14 @@ class CopyThread:
             try:
                 self._copy(copy)
             except Exception as error:  # a failed copy is a result; the engine computes instead
-                log.exception("a %s of %d blocks failed", copy.direction.value, len(copy.slots))
+                log.exception("%s of %d blocks failed", copy.direction.value, len(copy.slots))
                 copy.error = f"{type(error).__name__}: {error}"
             with self._changed:
                 self._finished.append(copy)
                 self._changed.notify_all()
 
     def _next(self) -> Copy:
-        """The copy to run now, of those queued."""
+        """Take the copy to run next off its queue."""
         gathers, scatters = self._queues[Direction.GATHER], self._queues[Direction.SCATTER]
         if not scatters or (gathers and self._scatters_in_a_row >= SCATTERS_IN_A_ROW_MAX):
             self._scatters_in_a_row = 0

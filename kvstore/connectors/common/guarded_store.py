@@ -1,4 +1,4 @@
-"""A guard around the store, for connectors: no fault of it reaches the engine."""
+"""A wrapper around the store for connectors: errors of the store never reach the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kvstore.errors import KVStoreError
-from kvstore.interface import BlockStore, Load, Match, Save, Ticket
+from kvstore.interface import BlockStore, Load, Match, Operation, Save
 
 log = logging.getLogger(__name__)
 
@@ -15,42 +15,42 @@ T = TypeVar("T")
 
 
 class GuardedStore:
-    """A store's verbs for a connector that must not raise: a fault is a miss, logged and counted.
+    """The operations of a store for a connector that must not raise.
 
-    A store promises not to raise for its own faults; this keeps the engine going should one break
-    that promise. AssertionError (our own mistake) passes.
+    A store never raises for its own errors. If one does, the call is a miss: the error is counted,
+    and the first one is logged. AssertionError (a bug in kvstore) passes.
     """
 
     def __init__(self, store: BlockStore) -> None:
         self.store = store
-        self.faults = 0
+        self.errors = 0
 
     def match(self, hashes: Sequence[bytes]) -> Match | None:
-        return self._ask(self.store.match, hashes)
+        return self._call(self.store.match, hashes)
 
     def load(self, hashes: Sequence[bytes]) -> Load | None:
-        return self._ask(self.store.load, hashes)
+        return self._call(self.store.load, hashes)
 
     def save(self, hashes: Sequence[bytes]) -> Save | None:
-        return self._ask(self.store.save, hashes)
+        return self._call(self.store.save, hashes)
 
-    def commit(self, ticket: Save) -> bool:
-        """Whether the store took it."""
-        faults = self.faults
-        self._ask(self.store.commit, ticket)
-        return self.faults == faults
+    def commit(self, save: Save) -> bool:
+        """True if the store accepted the commit."""
+        errors = self.errors
+        self._call(self.store.commit, save)
+        return self.errors == errors
 
-    def release(self, ticket: Load | Save) -> None:
-        self._ask(self.store.release, ticket)
+    def release(self, operation: Load | Save) -> None:
+        self._call(self.store.release, operation)
 
-    def poll(self, timeout_s: float) -> list[Ticket]:
-        return self._ask(self.store.poll, timeout_s) or []
+    def poll(self, timeout_s: float) -> list[Operation]:
+        return self._call(self.store.poll, timeout_s) or []
 
-    def _ask(self, verb: Callable[..., T], *arguments: Any) -> T | None:
+    def _call(self, operation: Callable[..., T], *arguments: Any) -> T | None:
         try:
-            return verb(*arguments)
+            return operation(*arguments)
         except KVStoreError as error:
-            if not self.faults:
-                log.warning("the store fails; going on without it: %s", error)
-            self.faults += 1
+            if not self.errors:
+                log.warning("the store raised an error; continuing without it: %s", error)
+            self.errors += 1
             return None

@@ -1,10 +1,9 @@
-"""A run that is loaded in several pieces, the last first, while its front is computed.
+"""A prefix loaded in several ranges, the last one first, while the engine computes its head.
 
-A store's load is a leading run of what was asked for, and blocks are fetched in the order in which
-they were asked for. So the run is asked for in segments, the first blocks (which lie in L2) and
-then the others from the end on: whatever the engine has computed when the two meet, everything
-behind it is there. A run of which nothing is to be computed is asked for in one piece, and split
-should it be late.
+A store's load returns a leading part of the requested blocks and reads them in the requested order.
+So the prefix is loaded in ranges: first the blocks in L2, then the others from the end backwards.
+When the engine's computation meets the loaded ranges, every later block has arrived. If the engine
+computes nothing of a prefix, the prefix is one range, which is split if it is late.
 """
 
 from __future__ import annotations
@@ -17,163 +16,164 @@ from typing import Final
 from kvstore.connectors.common.guarded_store import GuardedStore
 from kvstore.interface import Load
 
-SEGMENTS_MAX: Final = 16
-"""Segments a run is loaded in, beside its part in L2."""
-SEGMENT_MIN: Final = 4
-"""Blocks of a segment, unless the run is shorter."""
+RANGES_MAX: Final = 16
+"""Maximum number of ranges of one prefix, besides its part in L2."""
+RANGE_BLOCKS_MIN: Final = 4
+"""Minimum number of blocks in a range, unless the prefix is shorter."""
 
 
 @dataclass(eq=False, slots=True)
-class Segment:
-    """Blocks first..end of the prompt. given_up: what has not arrived is not wanted any more."""
+class LoadRange:
+    """Blocks first..end of the prompt. cancelled: blocks that have not arrived are not needed."""
 
     first: int
-    ticket: Load
-    given_up: bool = False
+    load: Load
+    cancelled: bool = False
 
     @property
     def end(self) -> int:
-        return self.first + len(self.ticket.hashes)
+        return self.first + len(self.load.hashes)
 
     @property
     def arrived_end(self) -> int:
-        """Where what has arrived ends."""
-        return self.first + len(self.ticket.slots)
+        """First block after those that have arrived."""
+        return self.first + len(self.load.slots)
 
     @property
-    def coming(self) -> range:
+    def pending(self) -> range:
         """Blocks that may still arrive."""
-        done = self.ticket.done or self.given_up
+        done = self.load.done or self.cancelled
         return range(0) if done else range(self.arrived_end, self.end)
 
 
 @dataclass(eq=False)
-class Segments:
-    """What one request has asked for, by place in its prompt.
+class LoadRanges:
+    """The loads of one request, in the order of their blocks in the prompt.
 
-    hashes: of the prompt's whole chain. tiers: where each block from `base` on lay when it was
-    asked for. gone: blocks that had arrived in segments handed back since.
+    hashes: hashes of the whole prompt. tiers: tier of each block from `base` on at the lookup.
+    released_blocks: blocks that had arrived in ranges released since.
     """
 
     store: GuardedStore
     hashes: Sequence[bytes]
     base: int
     tiers: Sequence[str]
-    held: list[Segment] = field(default_factory=list)
-    gone: set[int] = field(default_factory=set)
+    ranges: list[LoadRange] = field(default_factory=list)
+    released_blocks: set[int] = field(default_factory=set)
 
-    def ask(self, leading: int) -> None:
-        """Ask for every block of `tiers`: the first `leading` ones, then the rest from its end."""
+    def start(self, leading: int) -> None:
+        """Load every block of `tiers`: the first `leading` ones, then the others from the end."""
         start = self.base + leading
-        self._ask(self.base, start)
-        self._ask_from_end(start, self.base + len(self.tiers))
+        self._start_range(self.base, start)
+        self._start_from_end(start, self.base + len(self.tiers))
 
-    def ask_whole(self) -> None:
-        """Ask for every block of `tiers` in one piece, in order."""
-        self._ask(self.base, self.base + len(self.tiers))
+    def start_whole(self) -> None:
+        """Load every block of `tiers` as one range, in order."""
+        self._start_range(self.base, self.base + len(self.tiers))
 
     def split(self) -> None:
-        """Ask anew for what is on its way, from its end on."""
-        for segment in [segment for segment in self.held if segment.coming]:
-            self.held.remove(segment)
-            self._ask(segment.first, segment.arrived_end)  # before its lease goes
-            self._ask_from_end(segment.arrived_end, segment.end)
-            self._release(segment)
+        """Load the pending blocks again, from the end backwards."""
+        for part in [part for part in self.ranges if part.pending]:
+            self.ranges.remove(part)
+            self._start_range(part.first, part.arrived_end)  # before the old lease ends
+            self._start_from_end(part.arrived_end, part.end)
+            self._release(part)
 
-    def _ask_from_end(self, start: int, end: int) -> None:
-        size = max(SEGMENT_MIN, -(-(end - start) // SEGMENTS_MAX))
+    def _start_from_end(self, start: int, end: int) -> None:
+        size = max(RANGE_BLOCKS_MIN, -(-(end - start) // RANGES_MAX))
         for first in reversed(range(start, end, size)):
-            self._ask(first, min(first + size, end))
+            self._start_range(first, min(first + size, end))
 
     def tier(self, block: int) -> str:
-        """Where a block lay."""
+        """Tier of a block at the lookup."""
         return self.tiers[block - self.base]
 
-    def ready(self, first: int) -> int:
-        """How many blocks from `first` on have arrived, in one row and one slab."""
+    def blocks_ready(self, first: int) -> int:
+        """Number of contiguous blocks from `first` on that have arrived in one slab."""
         end, slab = first, None
-        for segment in self.held:
-            if segment.first > end or segment.first < first:
+        for part in self.ranges:
+            if part.first > end or part.first < first:
                 break
-            here = self.store.store.slab_of(segment.ticket)
+            here = self.store.store.slab_of(part.load)
             if slab is not None and here is not slab:
                 break
-            end, slab = segment.arrived_end, here
-            if end < segment.end:
+            end, slab = part.arrived_end, here
+            if end < part.end:
                 break
         return max(0, end - first)
 
-    def coming(self, first: int) -> list[int]:
-        """Blocks from `first` on that are on their way, in order."""
-        return [block for segment in self.held for block in segment.coming if block >= first]
+    def pending(self, first: int) -> list[int]:
+        """Blocks from `first` on that may still arrive, in order."""
+        return [block for part in self.ranges for block in part.pending if block >= first]
 
     def next_arrived(self, first: int) -> int | None:
         """The first block from `first` on that has arrived."""
-        found = (s.first for s in self.held if s.first >= first and s.ticket.slots)
+        found = (s.first for s in self.ranges if s.first >= first and s.load.slots)
         return next(found, None)
 
-    def arrived(self) -> Counter[str]:
-        """Blocks that have arrived, by tier, since the beginning; each once, though asked anew."""
-        blocks = set(self.gone)
-        for segment in self.held:
-            blocks.update(range(segment.first, segment.arrived_end))
+    def arrived_by_tier(self) -> Counter[str]:
+        """Blocks that have arrived so far, by tier. A block loaded twice counts once."""
+        blocks = set(self.released_blocks)
+        for part in self.ranges:
+            blocks.update(range(part.first, part.arrived_end))
         return Counter(self.tier(block) for block in blocks)
 
-    def cut(self, first: int) -> None:
-        """What lies before block `first` is not wanted any more."""
-        while self.held and self.held[0].first < first:
-            segment = self.held.pop(0)
-            if segment.end > first:
-                self._ask(first, segment.end)  # before its lease goes: nobody evicts it meanwhile
-            self._release(segment)
+    def release_before(self, first: int) -> None:
+        """Release the blocks before `first`: they are not needed."""
+        while self.ranges and self.ranges[0].first < first:
+            part = self.ranges.pop(0)
+            if part.end > first:
+                # Before the old lease ends, so that no block is evicted in between.
+                self._start_range(first, part.end)
+            self._release(part)
 
-    def give_up(self) -> int:
-        """What has not arrived is not wanted any more; returns how many blocks that is."""
+    def cancel_pending(self) -> int:
+        """Cancel the blocks that have not arrived; returns their number."""
         count = 0
-        for segment in list(self.held):
-            count += len(segment.coming)
-            segment.given_up = True
-            if not segment.ticket.slots:
-                self.held.remove(segment)
-                self._release(segment)
+        for part in list(self.ranges):
+            count += len(part.pending)
+            part.cancelled = True
+            if not part.load.slots:
+                self.ranges.remove(part)
+                self._release(part)
         return count
 
     def take(self, first: int, blocks: int) -> list[Load]:
-        """Hand out the tickets of `blocks` blocks that have arrived; the caller releases them."""
-        tickets, end = [], first + blocks
-        while self.held and self.held[0].first < end:
-            segment = self.held.pop(0)
-            assert segment.first >= first
-            tickets.append(segment.ticket)
-            self.gone.update(range(segment.first, segment.arrived_end))
-            if end < segment.end and (segment.coming or end < segment.arrived_end):
-                self._ask(end, segment.end)
-        return tickets
+        """Return the loads of `blocks` blocks that have arrived; the caller releases them."""
+        loads, end = [], first + blocks
+        while self.ranges and self.ranges[0].first < end:
+            part = self.ranges.pop(0)
+            assert part.first >= first
+            loads.append(part.load)
+            self.released_blocks.update(range(part.first, part.arrived_end))
+            if end < part.end and (part.pending or end < part.arrived_end):
+                self._start_range(end, part.end)
+        return loads
 
-    def slots(self) -> tuple[int, int]:
-        """Slots held, and those held or still to come."""
-        arrived = sum(len(segment.ticket.slots) for segment in self.held)
-        return arrived, arrived + sum(len(segment.coming) for segment in self.held)
+    def slot_counts(self) -> tuple[int, int]:
+        """Number of leased slots, and the number of slots leased or still pending."""
+        arrived = sum(len(part.load.slots) for part in self.ranges)
+        return arrived, arrived + sum(len(part.pending) for part in self.ranges)
 
-    def ticket_ids(self) -> Iterator[int]:
-        """Of every segment."""
-        return (segment.ticket.ticket_id for segment in self.held)
+    def operation_ids(self) -> Iterator[int]:
+        """Operation ids of all ranges."""
+        return (part.load.operation_id for part in self.ranges)
 
     def close(self) -> None:
-        """Hand everything back."""
-        held, self.held = self.held, []
-        for segment in held:
-            self._release(segment)
+        """Release every range."""
+        ranges, self.ranges = self.ranges, []
+        for part in ranges:
+            self._release(part)
 
-    def _ask(self, first: int, end: int) -> None:
-        """Blocks first..end as a segment; a store that does not take it leaves a gap."""
+    def _start_range(self, first: int, end: int) -> None:
+        """Load blocks first..end as one range. If the store raises, the range is a gap."""
         if first >= end:
             return
-        ticket = self.store.load(self.hashes[first:end])
-        if ticket is not None:
-            self.held.append(Segment(first, ticket))
-            self.held.sort(key=lambda segment: segment.first)
+        load = self.store.load(self.hashes[first:end])
+        if load is not None:
+            self.ranges.append(LoadRange(first, load))
+            self.ranges.sort(key=lambda part: part.first)
 
-    def _release(self, segment: Segment) -> None:
-        self.gone.update(range(segment.first, segment.arrived_end))
-        self.store.release(segment.ticket)
+    def _release(self, part: LoadRange) -> None:
+        self.released_blocks.update(range(part.first, part.arrived_end))
+        self.store.release(part.load)

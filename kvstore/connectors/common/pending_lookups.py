@@ -1,14 +1,14 @@
-"""What waiting requests have asked the store for: from the first match until the load.
+"""Lookups and loads of the requests that wait in an engine's queue, from first match to load.
 
-Three kinds of waiting are kept apart, all read from the clock that is passed in:
+A request may wait for three reasons, each measured on the clock passed in:
 
-- a round trip (`ROUND_TRIP_MS`): what the store may take to say what it knows, and to hand over
-  what already lies in L2. Every policy grants it, else no sidecar would ever be asked in vain;
-- the prefetch policy: how long blocks of lower tiers may take;
-- the deadline: past it a request never waits, whatever the policy says.
+- a round trip (`ROUND_TRIP_MS`): the time the store may take to answer and to lease the blocks in
+  L2. Every policy allows it; without it, no answer of a sidecar would come in time;
+- the prefetch policy: the time blocks of lower tiers may take;
+- the maximum wait: after it a request never waits, whatever the policy decides.
 
-An attempt is the store's match, then a load of the run it names, whose slots arrive under lease
-while the request is still queued.
+A lookup is a match, then a load of the matched prefix. The slots of the load are leased while the
+request is still queued.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvstore.connectors.common.guarded_store import GuardedStore
-from kvstore.interface import MISS, Answer, HookMatch, Load, Match
-from kvstore.prefetch.policy import PrefetchPolicy, Verdict
+from kvstore.interface import MISS, HookMatch, Load, LookupStatus, Match
+from kvstore.prefetch.policy import PrefetchPolicy, WaitDecision
 
 ROUND_TRIP_MS: Final = 50.0
-"""What the store may take to answer from memory: 40 us over a quiet socket, and a busy node's
-scheduling on top."""
-MISS_KEPT_MS: Final = 250.0
-"""How long a miss answers for the same question without asking the store again."""
-LEASED_SHARE_MAX: Final = 0.5
-"""Share of the slab's slots that the attempts of several requests may hold or ask for."""
+"""Time the store may take to answer from memory: 40 us over an idle socket, plus the scheduling
+delay of a busy node."""
+MISS_CACHE_MS: Final = 250.0
+"""How long a miss is the answer to the same lookup before the store is asked again."""
+LEASED_FRACTION_MAX: Final = 0.5
+"""Maximum fraction of the slab's slots that the lookups of several requests may lease."""
 
-PENDING = HookMatch(Answer.PENDING)
+PENDING = HookMatch(LookupStatus.PENDING)
 L2 = "l2"
 
 
 @dataclass(eq=False, slots=True)
-class Attempt:
-    """One question: the run of `hashes`, which begins at the prompt's block `first_block`.
+class PendingLookup:
+    """One lookup: `hashes` are those of the prompt from block `first_block` on.
 
-    missed_s: when it ended in a miss. offered: blocks of the last hit. looked_s: up to when time's
-    own effect on the answer is known, and can_start of the last question: see `Attempts.due`.
+    missed_s: time of its miss. offered: number of blocks of the last hit. checked_s: time of the
+    last answer or check, with the `can_start` of the last answer: see `PendingLookups.expired`.
     """
 
     hashes: tuple[bytes, ...]
@@ -49,64 +49,64 @@ class Attempt:
     load: Load | None = None
     missed_s: float | None = None
     offered: int = 0
-    looked_s: float = 0.0
+    checked_s: float = 0.0
     can_start: bool = False
 
-    def asks(self, hashes: Sequence[bytes], first_block: int) -> bool:
-        """Whether it is the question for these from this block on."""
+    def is_for(self, hashes: Sequence[bytes], first_block: int) -> bool:
+        """True if this is the lookup of these hashes from this block on."""
         same = first_block == self.first_block and len(hashes) - first_block == len(self.hashes)
         return same and hashes[-1] == self.hashes[-1]
 
     @property
-    def settled(self) -> bool:
-        """Nothing more will come."""
+    def complete(self) -> bool:
+        """True when no more blocks will arrive."""
         done = self.match is not None and self.match.done
         return done and self.load is not None and self.load.done
 
     @property
-    def ready(self) -> int:
-        """Blocks that have arrived."""
+    def blocks_ready(self) -> int:
+        """Number of blocks that have arrived."""
         return len(self.load.slots) if self.load is not None else 0
 
     def in_round_trip(self, at_s: float) -> bool:
-        """Whether the store may still be about to answer from memory."""
+        """True while the store may still answer from memory."""
         return (at_s - self.started_s) * 1e3 < ROUND_TRIP_MS
 
     @property
     def slots_wanted(self) -> int:
-        """Slots it holds or may still get."""
+        """Number of slots that are leased or may still be."""
         if self.load is None:
             return 0
         return len(self.load.slots) if self.load.done else len(self.load.hashes)
 
 
 @dataclass(eq=False, slots=True)
-class Waiting:
+class WaitingRequest:
     """A request between its first match and its load."""
 
-    first_asked_s: float
-    attempt: Attempt | None = None
+    first_lookup_s: float
+    lookup: PendingLookup | None = None
 
 
-class Attempts:
-    """The attempts of all waiting requests of one engine."""
+class PendingLookups:
+    """The lookups of all waiting requests of one engine."""
 
     def __init__(
         self,
         store: GuardedStore,
         *,
         policy: PrefetchPolicy,
-        deadline_ms: float,
+        max_wait_ms: float,
         min_load_tokens: int,
         clock: Callable[[], float],
     ) -> None:
         self._store = store
         self._block_tokens = store.store.namespace.block_tokens
         self._policy = policy
-        self._deadline_ms = deadline_ms
+        self._max_wait_ms = max_wait_ms
         self._min_load_tokens = min_load_tokens
         self._clock = clock
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: dict[str, WaitingRequest] = {}
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -115,42 +115,42 @@ class Attempts:
     def match(
         self, request_id: str, hashes: Sequence[bytes], first_block: int, *, can_start: bool
     ) -> HookMatch:
-        """See `KVHooks.match`. Each hash stands for all before it: the last tells whether they are
-        those of the last question, which a long queue asks in every step."""
+        """See `KVHooks.match`. A hash covers all tokens before it, so only the last one is compared
+        with the previous lookup: an engine with a long queue repeats its lookups in every step."""
         now_s = self._clock()
         waiting = self._waiting.get(request_id)
         if len(hashes) <= first_block:
             self._drop(waiting)
             return MISS
         if waiting is None:
-            waiting = self._waiting[request_id] = Waiting(first_asked_s=now_s)
-        attempt = waiting.attempt
-        if attempt is not None and not attempt.asks(hashes, first_block):
+            waiting = self._waiting[request_id] = WaitingRequest(first_lookup_s=now_s)
+        lookup = waiting.lookup
+        if lookup is not None and not lookup.is_for(hashes, first_block):
             self._drop(waiting)
-            attempt = None
-        if attempt is not None and attempt.missed_s is not None:
-            if (now_s - attempt.missed_s) * 1e3 < MISS_KEPT_MS:
+            lookup = None
+        if lookup is not None and lookup.missed_s is not None:
+            if (now_s - lookup.missed_s) * 1e3 < MISS_CACHE_MS:
                 return MISS
-            attempt = None
-        if attempt is None:
-            attempt = Attempt(tuple(hashes[first_block:]), first_block, now_s)
-            waiting.attempt = attempt
-            attempt.match = self._store.match(attempt.hashes)
-            self.counts["matches"] += 1
-        return self._answer(waiting, attempt, now_s, can_start)
+            lookup = None
+        if lookup is None:
+            lookup = PendingLookup(tuple(hashes[first_block:]), first_block, now_s)
+            waiting.lookup = lookup
+            lookup.match = self._store.match(lookup.hashes)
+            self.counts["lookups"] += 1
+        return self._answer(waiting, lookup, now_s, can_start)
 
     def take(self, request_id: str, blocks: int) -> list[Load]:
-        """End a request's waiting with its hit; the ticket is the caller's to release."""
+        """Take the load of a request's hit and forget the request; the caller releases the load."""
         waiting = self._waiting.pop(request_id, None)
-        attempt = waiting.attempt if waiting is not None else None
-        load = attempt.load if attempt is not None else None
-        assert attempt is not None, "load without a match"
+        lookup = waiting.lookup if waiting is not None else None
+        load = lookup.load if lookup is not None else None
+        assert lookup is not None, "load without a match"
         assert load is not None, "load without a hit"
-        assert 0 < blocks <= attempt.offered, f"{blocks} blocks of a hit of {attempt.offered}"
+        assert 0 < blocks <= lookup.offered, f"{blocks} blocks of a hit of {lookup.offered}"
         return [load]
 
     def abort(self, request_id: str) -> None:
-        """Forget a request and hand back what it holds; unknown ones too."""
+        """Forget a request and release its leases. Unknown requests are ignored."""
         self._drop(self._waiting.pop(request_id, None))
 
     def close(self) -> None:
@@ -158,138 +158,140 @@ class Attempts:
         for request_id in list(self._waiting):
             self.abort(request_id)
 
-    def concerned(self, moved: set[int]) -> bool:
-        """Whether one of these tickets (by ticket_id) belongs to an attempt."""
+    def affected_by(self, operation_ids: set[int]) -> bool:
+        """True if one of these operations belongs to a lookup."""
         for waiting in self._waiting.values():
-            if waiting.attempt is None:
+            if waiting.lookup is None:
                 continue
-            for ticket in (waiting.attempt.match, waiting.attempt.load):
-                if ticket is not None and ticket.ticket_id in moved:
+            for operation in (waiting.lookup.match, waiting.lookup.load):
+                if operation is not None and operation.operation_id in operation_ids:
                     return True
         return False
 
-    def due(self) -> bool:
-        """Whether time alone may have changed the answer to some request.
+    def expired(self) -> bool:
+        """True if the passage of time alone may have changed the answer to some request.
 
-        Each change is reported once, when it comes: by a match, or by the first call after it. A
-        request that goes on being PENDING is not due again until the next.
+        Each change is reported once, by a match or by the first call after it. A request that
+        stays PENDING is not reported again until the next change.
         """
         now_s = self._clock()
-        due = False
+        changed = False
         for waiting in self._waiting.values():
-            attempt = waiting.attempt
-            if attempt is None or attempt.match is None:
+            lookup = waiting.lookup
+            if lookup is None or lookup.match is None:
                 continue
-            before = self._by_time(waiting, attempt, attempt.match, attempt.looked_s)
-            due |= self._by_time(waiting, attempt, attempt.match, now_s) != before
-            attempt.looked_s = now_s
-        return due
+            before = self._time_dependent_state(waiting, lookup, lookup.match, lookup.checked_s)
+            changed |= self._time_dependent_state(waiting, lookup, lookup.match, now_s) != before
+            lookup.checked_s = now_s
+        return changed
 
     def slots_leased(self) -> int:
-        """Slots that lie leased for waiting requests."""
-        attempts = [waiting.attempt for waiting in self._waiting.values()]
-        return sum(len(a.load.slots) for a in attempts if a is not None and a.load is not None)
+        """Number of slots leased for waiting requests."""
+        lookups = [waiting.lookup for waiting in self._waiting.values()]
+        return sum(len(each.load.slots) for each in lookups if each and each.load)
 
     def _answer(
-        self, waiting: Waiting, attempt: Attempt, now_s: float, can_start: bool
+        self, waiting: WaitingRequest, lookup: PendingLookup, now_s: float, can_start: bool
     ) -> HookMatch:
-        """Move an attempt on, and say what can be had now."""
-        match = attempt.match
+        """Advance a lookup and return the answer for now."""
+        match = lookup.match
         if match is None:
-            return self._miss(attempt, now_s)
-        attempt.looked_s, attempt.can_start = now_s, can_start
-        late = self._late(waiting, now_s)
-        in_round_trip = attempt.in_round_trip(now_s)
-        if attempt.load is None and (match.done or late or not in_round_trip):
-            self._start_load(attempt, match)
-        load = attempt.load
-        if load is None and match.done and (late or can_start or not self._worth_loading(match)):
-            return self._miss(attempt, now_s)
-        ready = attempt.ready
-        if not attempt.settled and not late:
+            return self._miss(lookup, now_s)
+        lookup.checked_s, lookup.can_start = now_s, can_start
+        late = self._is_late(waiting, now_s)
+        in_round_trip = lookup.in_round_trip(now_s)
+        if lookup.load is None and (match.done or late or not in_round_trip):
+            self._start_load(lookup, match)
+        load = lookup.load
+        if load is None and match.done and (late or can_start or not self._blocks_to_load(match)):
+            return self._miss(lookup, now_s)
+        ready = lookup.blocks_ready
+        if not lookup.complete and not late:
             if load is None and match.done:
-                return PENDING  # slots may be asked for later
+                return PENDING  # slots may become free later
             if in_round_trip and (load is None or ready < leading_l2(match.tiers)):
                 return PENDING
-            if self._verdict(waiting, attempt, match, now_s) is Verdict.WAIT:
+            if self._decide(waiting, lookup, match, now_s) is WaitDecision.WAIT:
                 return PENDING
-        if not attempt.settled and not attempt.offered:
-            self.counts["waits_cut_by_deadline" if late else "waits_cut_by_policy"] += 1
+        if not lookup.complete and not lookup.offered:
+            self.counts["waits_timed_out" if late else "waits_ended_by_policy"] += 1
         if load is None or not ready:
-            return self._miss(attempt, now_s)
-        if not attempt.offered:
+            return self._miss(lookup, now_s)
+        if not lookup.offered:
             self.counts["hits"] += 1
-        attempt.offered = ready
-        return HookMatch(Answer.HIT, ready, tuple(load.tiers[:ready]))
+        lookup.offered = ready
+        return HookMatch(LookupStatus.HIT, ready, tuple(load.tiers[:ready]))
 
-    def _late(self, waiting: Waiting, at_s: float) -> bool:
-        return (at_s - waiting.first_asked_s) * 1e3 >= self._deadline_ms
+    def _is_late(self, waiting: WaitingRequest, at_s: float) -> bool:
+        return (at_s - waiting.first_lookup_s) * 1e3 >= self._max_wait_ms
 
-    def _verdict(self, waiting: Waiting, attempt: Attempt, match: Match, at_s: float) -> Verdict:
-        """The policy's, on what has come so far, were it asked at this time."""
-        return self._policy.verdict(
-            elapsed_ms=(at_s - waiting.first_asked_s) * 1e3,
-            tokens_wanted=self._tokens_wanted(attempt, match),
-            tokens_ready=attempt.ready * self._block_tokens,
+    def _decide(
+        self, waiting: WaitingRequest, lookup: PendingLookup, match: Match, at_s: float
+    ) -> WaitDecision:
+        """The policy's decision at this time, on the blocks that have arrived so far."""
+        return self._policy.decide(
+            elapsed_ms=(at_s - waiting.first_lookup_s) * 1e3,
+            tokens_wanted=self._tokens_wanted(lookup, match),
+            tokens_ready=lookup.blocks_ready * self._block_tokens,
             done=False,
-            can_start=attempt.can_start,
+            can_start=lookup.can_start,
         )
 
-    def _by_time(
-        self, waiting: Waiting, attempt: Attempt, match: Match, at_s: float
-    ) -> tuple[bool, bool, Verdict]:
-        """All by which the time enters into `_answer`."""
-        verdict = self._verdict(waiting, attempt, match, at_s)
-        return self._late(waiting, at_s), attempt.in_round_trip(at_s), verdict
+    def _time_dependent_state(
+        self, waiting: WaitingRequest, lookup: PendingLookup, match: Match, at_s: float
+    ) -> tuple[bool, bool, WaitDecision]:
+        """Everything in `_answer` that depends on the time."""
+        decision = self._decide(waiting, lookup, match, at_s)
+        return self._is_late(waiting, at_s), lookup.in_round_trip(at_s), decision
 
-    def _tokens_wanted(self, attempt: Attempt, match: Match) -> int:
-        known = match.done and attempt.load is not None
-        blocks = len(attempt.load.hashes) if known and attempt.load else len(attempt.hashes)
+    def _tokens_wanted(self, lookup: PendingLookup, match: Match) -> int:
+        known = match.done and lookup.load is not None
+        blocks = len(lookup.load.hashes) if known and lookup.load else len(lookup.hashes)
         return blocks * self._block_tokens
 
-    def _start_load(self, attempt: Attempt, match: Match) -> None:
-        """Ask for the slots of the run found so far, as far as it pays and slots may be held."""
-        blocks = min(self._worth_loading(match), self._leasable())
+    def _start_load(self, lookup: PendingLookup, match: Match) -> None:
+        """Load the prefix matched so far, as far as it is worth loading and slots may be leased."""
+        blocks = min(self._blocks_to_load(match), self._leasable_slots())
         if blocks:
-            attempt.load = self._store.load(attempt.hashes[:blocks])
-            self.counts["loads"] += attempt.load is not None
+            lookup.load = self._store.load(lookup.hashes[:blocks])
+            self.counts["loads"] += lookup.load is not None
 
-    def _worth_loading(self, match: Match) -> int:
-        """Blocks of the run to load: all, or of a short run those that lie in L2 already."""
-        run = len(match.tiers)
-        if run * self._block_tokens >= self._min_load_tokens:
-            return run
+    def _blocks_to_load(self, match: Match) -> int:
+        """Number of blocks to load: all, or of a short prefix only those that are already in L2."""
+        blocks = len(match.tiers)
+        if blocks * self._block_tokens >= self._min_load_tokens:
+            return blocks
         return leading_l2(match.tiers)
 
-    def _leasable(self) -> int:
-        """Slots one more attempt may ask for; a request that waits alone may have all."""
+    def _leasable_slots(self) -> int:
+        """Slots that one more lookup may lease: all of them if no other request waits."""
         slab = self._store.store.slab
         if slab is None:
             return 0
-        attempts = [waiting.attempt for waiting in self._waiting.values()]
-        wanted = sum(attempt.slots_wanted for attempt in attempts if attempt is not None)
-        return slab.slots if not wanted else max(0, int(slab.slots * LEASED_SHARE_MAX) - wanted)
+        lookups = [waiting.lookup for waiting in self._waiting.values()]
+        wanted = sum(lookup.slots_wanted for lookup in lookups if lookup is not None)
+        return slab.slots if not wanted else max(0, int(slab.slots * LEASED_FRACTION_MAX) - wanted)
 
-    def _miss(self, attempt: Attempt, now_s: float) -> HookMatch:
-        self.counts["matches_failed"] += attempt.match is None or bool(attempt.match.fault)
-        if attempt.load is not None:
-            self._store.release(attempt.load)
-        attempt.match = attempt.load = None
-        attempt.missed_s = now_s
+    def _miss(self, lookup: PendingLookup, now_s: float) -> HookMatch:
+        self.counts["lookups_failed"] += lookup.match is None or bool(lookup.match.fault)
+        if lookup.load is not None:
+            self._store.release(lookup.load)
+        lookup.match = lookup.load = None
+        lookup.missed_s = now_s
         self.counts["misses"] += 1
         return MISS
 
-    def _drop(self, waiting: Waiting | None) -> None:
-        """Hand back what a request's attempt holds. Its deadline goes on running."""
-        if waiting is None or waiting.attempt is None:
+    def _drop(self, waiting: WaitingRequest | None) -> None:
+        """Release the leases of a request's lookup. Its waiting time continues to count."""
+        if waiting is None or waiting.lookup is None:
             return
-        if waiting.attempt.load is not None:
-            self._store.release(waiting.attempt.load)
-        waiting.attempt = None
+        if waiting.lookup.load is not None:
+            self._store.release(waiting.lookup.load)
+        waiting.lookup = None
 
 
 def leading_l2(tiers: Sequence[str]) -> int:
-    """Blocks at the front of a run that lie in L2."""
+    """Number of leading blocks that are in L2."""
     for index, tier in enumerate(tiers):
         if tier != L2:
             return index

@@ -1,9 +1,8 @@
-"""Which weights a folder holds, as a word: two that differ must not share blocks.
+"""A fingerprint of the weights in a folder: engines with different weights must not share blocks.
 
-A local folder has no commit, and the same path may hold other weights tomorrow: a fingerprint of
-its files takes the commit's place. Reading gigabytes is out of the question at an engine's start;
-weights that differ anywhere do so nearly everywhere, so samples of each file are enough, and the
-metadata of the files (size, names) come for nothing.
+A local folder has no commit, and its files may be replaced, so a fingerprint of the files stands in
+for the commit. An engine cannot read gigabytes at its start. Different weights differ nearly
+everywhere, so the fingerprint covers names, sizes and samples of the files.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from typing import Final
 
 SAMPLE_BYTES: Final = 64 << 10
 SAMPLES: Final = 32
-"""Samples of each file, evenly spread, the first and the last bytes among them."""
+"""Number of samples of each file, evenly spread from its first to its last bytes."""
 WEIGHT_FILES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
 def has_weights(path: Path) -> bool:
-    """Whether this is a file of weights, or a folder with any in it: else a fingerprint is of
-    nothing."""
+    """True if this is a weight file or a folder that contains one. A fingerprint of anything else
+    means nothing."""
     files = path.iterdir() if path.is_dir() else [path]
     return any(file.name.endswith(WEIGHT_FILES) for file in files)
 
 
 def fingerprint(path: Path) -> str:
-    """16 hex digits: names, sizes and samples of the files of weights in a folder (or of one)."""
+    """16 hex digits over the names, sizes and samples of all weight files of a path."""
     files = [path] if path.is_file() else sorted(path.iterdir())
     digest = hashlib.sha256()
     for file in files:

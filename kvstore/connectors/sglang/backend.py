@@ -1,8 +1,8 @@
-"""`KVStoreBackend`: SGLang's HiCacheStorage over `Shelves`.
+"""`KVStoreBackend`: SGLang's HiCacheStorage over `PagePools`.
 
-SGLang asks (`batch_exists`), reads and writes from one thread each, in batches of at most 128
-pages, and takes what goes wrong for a miss; so does everything here. It expects parallel I/O to
-happen inside a call, and reads a batch only up to its first False.
+SGLang looks up (`batch_exists`), reads and writes on one thread each, in batches of at most 128
+pages. It treats every error as a miss, and so does this module. It expects parallel I/O inside a
+call, and reads a batch only up to its first False.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvstore.connectors.sglang.calls import Calls
+from kvstore.connectors.sglang.calls import GuardedCalls
 from kvstore.connectors.sglang.model_identity import model_of, revision_of
-from kvstore.connectors.sglang.page_pools import KV, MEASURED_MAX, Shelves
+from kvstore.connectors.sglang.page_pools import KV, MEASURED_MAX, PagePools
 from kvstore.connectors.sglang.settings import (
     backend_settings,
     check_parallel,
@@ -35,14 +35,14 @@ log = logging.getLogger("sglang.kvstore")
 
 
 class KVStoreBackend(HiCacheStorage):
-    """Pages of SGLang's host memory, kept by the node's sidecar.
+    """Pages of SGLang's host memory, stored by the node's sidecar.
 
-    storage_config: SGLang's; its extra_config holds the keys of `settings.BackendSettings`.
-    more: what SGLang's factory passes besides; nothing now.
+    storage_config: SGLang's; its extra_config has the keys of `settings.BackendSettings`.
+    more: other arguments of SGLang's factory, not used.
 
     Raises:
-        ConfigError: an SGLang this was not made for, a way of sharing the work it does not know,
-            an unknown key. SGLang's start ends with that line.
+        ConfigError: an unsupported release of SGLang, an unsupported kind of parallelism, an
+            unknown key. SGLang exits with this line.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, more: Any = None) -> None:
@@ -50,46 +50,48 @@ class KVStoreBackend(HiCacheStorage):
         check_parallel(storage_config)
         extra = dict(storage_config.extra_config or {})
         self._settings = backend_settings(extra)
-        self._shelves = Shelves(
+        self._page_pools = PagePools(
             self._settings,
             storage_config,
             zero_copy=bool(extra.get("interface_v1", 0)),
             model=model_of(self._settings, storage_config),
             revision=revision_of(self._settings, _server_args()),
         )
-        self._calls = Calls()
+        self._calls = GuardedCalls()
 
-    # SGLang's start. What is wrong here ends it, with one line.
+    # SGLang's start. An error here ends it with one line.
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
-        self._shelves.add(mem_pool_host, KV)
+        self._page_pools.add_host_pool(mem_pool_host, KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._shelves.add(host_pool, str(host_pool_name))
+        self._page_pools.add_host_pool(host_pool, str(host_pool_name))
 
     # Zero copy: KV, and side pools.
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        return self._calls.answer("batch_exists", int, lambda: self._shelves.run(keys))
+        return self._calls.run(
+            "batch_exists", int, lambda: self._page_pools.cached_prefix_len(keys)
+        )
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        return self._calls.answer(
+        return self._calls.run(
             "batch_get_v1",
             partial(_all_false, keys),
-            lambda: self._shelves.get_addressed(KV, keys, host_indices),
+            lambda: self._page_pools.get_addressed(KV, keys, host_indices),
         )
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        return self._calls.answer(
+        return self._calls.run(
             "batch_set_v1",
             partial(_all_false, keys),
-            lambda: self._shelves.set_addressed(KV, keys, host_indices),
+            lambda: self._page_pools.set_addressed(KV, keys, host_indices),
         )
 
     def batch_exists_v2(
@@ -98,25 +100,25 @@ class KVStoreBackend(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: Any = None,
     ) -> PoolTransferResult:
-        def ask() -> PoolTransferResult:
+        def look_up() -> PoolTransferResult:
             transfers = pool_transfers or []
             names = {str(transfer.name): transfer.name for transfer in transfers}
             rules = [(str(t.name), str(t.hit_policy.value), len(t.keys or ())) for t in transfers]
-            hits = self._shelves.hits(keys, rules)
-            by_pool = {names.get(name, name): pages for name, pages in hits.by_pool.items()}
-            return PoolTransferResult(hits.pages, by_pool, hits.lengths)
+            found = self._page_pools.restorable_prefixes(keys, rules)
+            by_pool = {names.get(name, name): pages for name, pages in found.by_pool.items()}
+            return PoolTransferResult(found.pages, by_pool, found.lengths)
 
-        return self._calls.answer("batch_exists_v2", PoolTransferResult.empty, ask)
+        return self._calls.run("batch_exists_v2", PoolTransferResult.empty, look_up)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: Any = None
     ) -> dict[str, list[bool]]:
-        return self._by_pool("batch_get_v2", self._shelves.get_addressed, transfers)
+        return self._by_pool("batch_get_v2", self._page_pools.get_addressed, transfers)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: Any = None
     ) -> dict[str, list[bool]]:
-        return self._by_pool("batch_set_v2", self._shelves.set_addressed, transfers)
+        return self._by_pool("batch_set_v2", self._page_pools.set_addressed, transfers)
 
     def _by_pool(
         self,
@@ -128,7 +130,7 @@ class KVStoreBackend(HiCacheStorage):
         for transfer in transfers:
             name, keys, indices = transfer.name, transfer.keys or [], transfer.host_indices
             call = partial(move, str(name), keys, indices)
-            answer[name] = self._calls.answer(what, partial(_all_false, keys), call)
+            answer[name] = self._calls.run(what, partial(_all_false, keys), call)
         return answer
 
     # The generic interface: whole pages, flat, in tensors.
@@ -142,12 +144,12 @@ class KVStoreBackend(HiCacheStorage):
         def read() -> list[torch.Tensor | None]:
             targets = target_locations
             if targets is None:
-                pool = self._shelves.pool(KV).pool
+                pool = self._page_pools.host_pool(KV).pool
                 targets = [pool.get_dummy_flat_data_page() for _ in keys]
-            got = self._shelves.get_flat(keys, targets)
-            return [page if came else None for page, came in zip(targets, got, strict=True)]
+            got = self._page_pools.get_flat(keys, targets)
+            return [page if loaded else None for page, loaded in zip(targets, got, strict=True)]
 
-        return self._calls.answer("batch_get", lambda: [None] * len(keys), read)
+        return self._calls.run("batch_get", lambda: [None] * len(keys), read)
 
     def batch_set(
         self,
@@ -156,8 +158,8 @@ class KVStoreBackend(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        return self._calls.answer(
-            "batch_set", bool, lambda: all(self._shelves.set_flat(keys, values or ()))
+        return self._calls.run(
+            "batch_set", bool, lambda: all(self._page_pools.set_flat(keys, values or ()))
         )
 
     def get(
@@ -181,11 +183,11 @@ class KVStoreBackend(HiCacheStorage):
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    # Care.
+    # Administration.
 
     def clear(self) -> bool:
-        """Empty the store, for everybody who shares it; whether that was done."""
-        return self._calls.answer("clear", bool, self._shelves.clear)
+        """Clear the store for all of its users; True if that was done."""
+        return self._calls.run("clear", bool, self._page_pools.clear)
 
     def get_stats(self) -> Any:
         """SGLang's StorageMetrics of the batches since the last call."""
@@ -193,8 +195,8 @@ class KVStoreBackend(HiCacheStorage):
 
         metrics = StorageMetrics()
         for done, pages, rates in (
-            (self._shelves.read, metrics.prefetch_pgs, metrics.prefetch_bandwidth),
-            (self._shelves.written, metrics.backup_pgs, metrics.backup_bandwidth),
+            (self._page_pools.read, metrics.prefetch_pgs, metrics.prefetch_bandwidth),
+            (self._page_pools.written, metrics.backup_pgs, metrics.backup_bandwidth),
         ):
             with contextlib.suppress(IndexError):  # empty; another thread may take them too
                 for _ in range(MEASURED_MAX):
@@ -204,11 +206,11 @@ class KVStoreBackend(HiCacheStorage):
         return metrics
 
     def close(self) -> None:
-        """Hand everything back. Where a call does not end, its leases end with the process."""
-        if self._calls.close(2 * self._settings.deadline.cap_ms / 1e3):
-            self._shelves.close()
+        """Release every lease. If a call does not end, its leases end with the process."""
+        if self._calls.close(2 * self._settings.max_wait.max / 1e3):
+            self._page_pools.close()
         else:
-            log.error("kvstore: a call of SGLang's does not end; its store stays open")
+            log.error("kvstore: a call of SGLang has not ended; the store stays open")
 
 
 def _all_false(keys: Sequence[str]) -> list[bool]:
@@ -216,11 +218,11 @@ def _all_false(keys: Sequence[str]) -> list[bool]:
 
 
 def _server_args() -> Any | None:
-    """The server's own arguments; None outside a server."""
+    """The server's arguments; None outside a server."""
     try:
         from sglang.srt.runtime_context import get_server_args
 
         return get_server_args()
-    except Exception as error:  # whatever SGLang raises where none are published
-        log.info("kvstore: no server arguments (%s); 'revision' tells weights apart", error)
+    except Exception as error:  # any exception of SGLang if there is no server
+        log.info("kvstore: no server arguments (%s); set 'revision' to identify the weights", error)
         return None

@@ -1,4 +1,4 @@
-"""Calls from SGLang's threads: none raises into them, and none is under way when all is closed."""
+"""Calls from SGLang's threads: none raises, and `close` waits for those under way."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Calls:
-    """Counts the calls under way, and turns whatever goes wrong in one into a miss."""
+class GuardedCalls:
+    """Counts the calls under way, and turns an exception in a call into a miss."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._under_way = 0
         self._closed = False
-        self.faults = 0
+        self.errors = 0
 
-    def answer(self, what: str, miss: Callable[[], T], call: Callable[[], T]) -> T:
-        """`call()`; what `miss()` makes once this is closed, or when the call fails.
+    def run(self, what: str, miss: Callable[[], T], call: Callable[[], T]) -> T:
+        """Return `call()`; return `miss()` after `close`, or if the call raises.
 
-        A call fails only by a mistake, of ours or of its caller: the store's faults are answers.
-        SGLang goes on all the same, so the first is logged in full and every one is counted.
+        An exception is an internal error or an invalid call: errors of the store are results.
+        SGLang continues. The first exception is logged in full, and every one is counted.
         """
         with self._changed:
             if self._closed:
@@ -34,9 +34,12 @@ class Calls:
         try:
             return call()
         except Exception:
-            if not self.faults:
-                log.exception("%s failed; it and its like are misses from here on", what)
-            self.faults += 1
+            if not self.errors:
+                log.exception(
+                    "%s raised an exception; returning a miss (others are counted, not logged)",
+                    what,
+                )
+            self.errors += 1
             return miss()
         finally:
             with self._changed:
@@ -44,8 +47,8 @@ class Calls:
                 if self._closed:
                     self._changed.notify_all()
 
-    def close(self, limit_s: float) -> bool:
-        """Refuse further calls; whether those under way ended within the limit."""
+    def close(self, timeout_s: float) -> bool:
+        """Reject further calls; True if those under way end within the timeout."""
         with self._changed:
             self._closed = True
-            return self._changed.wait_for(lambda: not self._under_way, limit_s)
+            return self._changed.wait_for(lambda: not self._under_way, timeout_s)

@@ -1,9 +1,8 @@
-"""Bytes between slots and addresses of SGLang's host pool, several pages at once.
+"""Copies between slots and addresses of SGLang's host pool, several pages at once.
 
 The host pool gives addresses, not tensors: a page is one or more *extents* (address, bytes), whose
-concatenation is the block. Every copy here runs without the interpreter's lock, so SGLang's other
-threads go on; a call returns when all of its copies have ended, for neither the slots nor the
-addresses are its own after that.
+concatenation is the block. Copies run without the GIL, so SGLang's other threads continue. A call
+returns when all of its copies have ended, because slots and addresses may be reused after it.
 """
 
 from __future__ import annotations
@@ -19,16 +18,17 @@ import numpy as np
 from kvstore.errors import ConfigError
 
 Extents = Sequence[tuple[int, int]]
-"""(address, bytes) of the parts of one page, in the order in which a block holds them."""
+"""(address, bytes) of the parts of one page, in the order of their bytes in the block."""
 
-PART_BYTES: Final = 4 << 20
-"""Less than this is copied by the calling thread alone: waking another costs more."""
-FEW_EXTENTS: Final = 8
-"""Up to here each extent is one memmove; beyond, a regular page is one strided copy."""
+MIN_PART_BYTES: Final = 4 << 20
+"""Minimum bytes of a part for another thread: waking a thread for less costs more."""
+MEMMOVE_EXTENTS_MAX: Final = 8
+"""Maximum number of extents that are copied by memmove. A regular page with more is one strided
+copy."""
 
 
 class Grid:
-    """Memory as numpy sees it: `rows` x 2 pieces of `nbytes` each, at regular distances."""
+    """Memory as a numpy array: `rows` x 2 extents of `nbytes` each, at regular distances."""
 
     def __init__(self, address: int, rows: int, nbytes: int, strides: tuple[int, int]) -> None:
         self.__array_interface__ = {
@@ -41,40 +41,40 @@ class Grid:
 
 
 class Copies:
-    """Threads that copy. `threads`: how many copy one batch, the calling one among them.
+    """Threads that copy. threads: number of threads that copy a batch, including the calling one.
 
-    All are started here: one that could not be started in the middle of a batch would leave its
-    part in the queue, to be copied when the slots are another's.
+    The constructor starts all of them. If a thread could not start during a batch, its part would
+    stay in the queue and be copied after the slots were reused.
 
-    Raises ConfigError: the system starts no more threads.
+    Raises ConfigError: the system cannot start that many threads.
     """
 
     def __init__(self, threads: int) -> None:
         assert threads >= 1, f"{threads} threads"
         self._threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="kvstore-copies")
-        met = threading.Barrier(threads)
+        started = threading.Barrier(threads)
         try:
             for _ in range(threads - 1):
-                self._pool.submit(met.wait)
+                self._pool.submit(started.wait)
         except RuntimeError as error:
-            met.abort()
+            started.abort()
             self._pool.shutdown()
-            raise ConfigError(f"copy_threads = {threads}: {error}; fewer are right") from None
-        met.wait()
+            raise ConfigError(f"copy_threads = {threads}: {error}; use a lower number") from None
+        started.wait()
 
     def to_host(self, slots: Sequence[memoryview], pages: Sequence[Extents]) -> None:
         """Copy the front of each slot to its page's extents."""
-        self._all(_slot_to_page, slots, pages)
+        self._copy_all(_slot_to_page, slots, pages)
 
     def to_slots(self, slots: Sequence[memoryview], pages: Sequence[Extents]) -> None:
         """Copy each page's extents to the front of its slot."""
-        self._all(_page_to_slot, slots, pages)
+        self._copy_all(_page_to_slot, slots, pages)
 
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _all(
+    def _copy_all(
         self,
         copy: Callable[[memoryview, Extents], None],
         slots: Sequence[memoryview],
@@ -82,7 +82,7 @@ class Copies:
     ) -> None:
         assert len(slots) == len(pages), f"{len(slots)} slots for {len(pages)} pages"
         total = sum(page_bytes(page) for page in pages)
-        parts = max(1, min(self._threads, len(pages), total // PART_BYTES))
+        parts = max(1, min(self._threads, len(pages), total // MIN_PART_BYTES))
 
         def part(number: int) -> None:
             for index in range(number, len(pages), parts):
@@ -92,15 +92,15 @@ class Copies:
         try:
             part(0)
         finally:
-            # Whatever happens here, nothing may still run when the slots are handed back.
-            faults = [future.exception() for future in others]
-        for fault in faults:
-            if fault is not None:
-                raise fault
+            # Also after an exception here, no copy may run when the slots are released.
+            errors = [future.exception() for future in others]
+        for error in errors:
+            if error is not None:
+                raise error
 
 
 def page_bytes(page: Extents) -> int:
-    """Bytes of a page, all extents together."""
+    """Bytes of a page, the sum of its extents."""
     return sum(nbytes for _, nbytes in page)
 
 
@@ -131,11 +131,11 @@ def _address(view: memoryview) -> int:
 
 
 def _grid_of(page: Extents) -> np.ndarray[Any, Any] | None:
-    """Many extents that lie in a regular pattern, as one array; None for any other page.
+    """The extents of a page as one array, if they have a regular pattern; else None.
 
-    A layer-first page is such a pattern: K and V of each layer, layer after layer.
+    A layer-first page has such a pattern: K and V of each layer, layer after layer.
     """
-    if len(page) <= FEW_EXTENTS or len(page) % 2:
+    if len(page) <= MEMMOVE_EXTENTS_MAX or len(page) % 2:
         return None
     (first, nbytes), (second, _), (third, _) = page[0], page[1], page[2]
     down, across = third - first, second - first

@@ -1,6 +1,6 @@
-"""Which model and which weights a server computes with, as words: of SGLang's own arguments.
+"""Identifies the model and the weights of a server by SGLang's own arguments.
 
-Reads attributes of its ServerArgs only, so it needs no sglang.
+The module reads attributes of ServerArgs only. It does not import sglang.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any, Final
 from kvstore.connectors.common.weights_digest import fingerprint
 from kvstore.connectors.sglang.settings import BackendSettings
 
-CHANGES_KV: Final = ("dtype", "quantization", "json_model_override_args")
-"""Arguments that make other KV of the same weights."""
+KV_ARGUMENTS: Final = ("dtype", "quantization", "json_model_override_args")
+"""Arguments that change the KV of the same weights."""
 
 
 def model_of(settings: BackendSettings, storage_config: Any) -> str:
-    """What the model is called, the same on every node: of a local folder, its last part."""
+    """Id of the model, the same on every node. For a local folder: the last part of its path."""
     name = settings.model or str(storage_config.model_name or "")
     return name.rstrip("/").rpartition("/")[2] if name.startswith(("/", ".")) else name
 
 
 def revision_of(settings: BackendSettings, server_args: Any | None) -> str:
-    """The user's word for it; else the hub's commit or the files' fingerprint, with a digest of
-    the arguments that change what is computed with them. "" without server_args."""
+    """The revision that the user set; else the commit on the hub or the fingerprint of the files,
+    with a digest of the arguments that change the KV. "" without server_args."""
     if settings.revision or server_args is None:
         return settings.revision
-    told = "\n".join(f"{name}={getattr(server_args, name, None)}" for name in CHANGES_KV)
-    return f"{_weights(server_args)}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+    arguments = "\n".join(f"{name}={getattr(server_args, name, None)}" for name in KV_ARGUMENTS)
+    return f"{_weights(server_args)}-{hashlib.sha256(arguments.encode()).hexdigest()[:8]}"
 
 
 def _weights(server_args: Any) -> str:
@@ -44,11 +44,10 @@ def _weights(server_args: Any) -> str:
 
 
 def _cached_commit(repository: str, revision: str) -> str:
-    """The commit of a hub's model whose files lie in the local cache; `revision` where they do
-    not."""
+    """The commit of a model on the hub, if its files are in the local cache; else `revision`."""
     try:
         hub = importlib.import_module("huggingface_hub")
         config = hub.try_to_load_from_cache(repository, "config.json", revision=revision)
-    except (ImportError, ValueError):  # no such library, or a name that is none of the hub's
+    except (ImportError, ValueError):  # no such library, or not a name on the hub
         return revision
     return Path(config).parent.name if isinstance(config, str) else revision

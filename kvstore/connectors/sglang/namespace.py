@@ -1,8 +1,8 @@
-"""What a host pool of SGLang says of its pages: where they lie, and all that fixes their bytes.
+"""Describes the pages of a host pool of SGLang: their addresses and their namespace.
 
-SGLang's keys name tokens only, without dtype, layout or geometry. Those go into the namespace here,
-so that a page of another kind under the same key is another page. Reads attributes of host pools
-and of the storage config, so it needs no sglang.
+SGLang's keys cover tokens only, not dtype, layout or geometry. These go into the namespace, so that
+pages of different kinds never share a block. The module reads attributes of host pools and of the
+storage config. It does not import sglang.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import torch
 
 from kvstore.blocks.key import DTYPE_BYTES, Namespace
 from kvstore.connectors.sglang.copies import Extents
-from kvstore.connectors.sglang.settings import TRIED
+from kvstore.connectors.sglang.settings import TESTED_RELEASE
 from kvstore.errors import ConfigError
 
-RELEASES: Final = TRIED.rpartition(".")[0]
-"""Releases of SGLang that mean the same by the name of a layout."""
+RELEASE_SERIES: Final = TESTED_RELEASE.rpartition(".")[0]
+"""Releases of SGLang in which the names of layouts have the same meaning."""
 DTYPES: Final = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "uint8": "int8"}
-"""torch's names that are not the namespace's own."""
+"""Names of dtypes in the namespace that differ from torch's."""
 DTYPE_NAMES: Final = ("dtype", "temporal_dtype", "conv_dtype")
-"""Where pools keep the dtypes of what a page is made of."""
+"""Attributes of host pools with the dtypes of a page's parts."""
 OPAQUE: Final = "int8"
-"""Of pages whose elements are not of one known type: bytes."""
+"""Dtype of pages whose elements do not have one known type: bytes."""
 RANKED_POOLS: Final = ("mamba",)
-"""Side pools that differ from rank to rank also where the model's KV is the same on all."""
+"""Side pools that differ between ranks even if the model's KV is the same on all ranks."""
 
 EXTENTS: Final = "extents"
-"""A block is a page's pieces in the order of `get_page_buffer_meta`."""
+"""A block is the extents of a page in the order of `get_page_buffer_meta`."""
 FLAT: Final = "flat"
-"""A block is SGLang's flat page: what the generic interface hands over."""
+"""A block is SGLang's flat page, as the generic interface passes it."""
 
 
 class HostPool:
@@ -47,27 +47,29 @@ class HostPool:
         self.page_tokens = int(getattr(pool, "page_size", 1) or 1)
 
     @property
-    def holds_bytes(self) -> bool:
-        """False for a logical anchor: an index space whose KV lies in side pools."""
+    def has_bytes(self) -> bool:
+        """False for a logical anchor: an index space whose KV is in side pools."""
         return getattr(self.pool, "kv_buffer", self) is not None
 
     def extents(self, host_indices: Any) -> list[Extents]:
-        """Where the pages of these token slots lie, page by page.
+        """Addresses of the pages of these token slots, page by page.
 
-        host_indices: int64 tensor of pages * page_tokens token slots, a page's all in a row.
-        Raises what the pool raises where it has no addresses to give.
+        host_indices: int64 tensor of pages * page_tokens token slots; those of a page are
+            contiguous.
+
+        Raises the exception of the pool if it has no addresses.
         """
         pages = len(host_indices) // self.page_tokens
         addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
-        pieces = list(zip(addresses, sizes, strict=True))
-        each = len(pieces) // max(1, pages)
-        assert each * pages == len(pieces), f"{len(pieces)} pieces for {pages} pages"
-        return [pieces[at : at + each] for at in range(0, len(pieces), max(1, each))]
+        extents = list(zip(addresses, sizes, strict=True))
+        each = len(extents) // max(1, pages)
+        assert each * pages == len(extents), f"{len(extents)} extents for {pages} pages"
+        return [extents[at : at + each] for at in range(0, len(extents), max(1, each))]
 
-    def pieces(self, order: str) -> tuple[int, ...]:
-        """Bytes of each piece of a page in this order, as a block holds them; nothing where the
+    def extent_sizes(self, page_format: str) -> tuple[int, ...]:
+        """Bytes of each extent of a page in this format, in the order of the block; empty if the
         pool gives no addresses for its layout."""
-        if order == FLAT:
+        if page_format == FLAT:
             page = self.pool.get_dummy_flat_data_page()
             return (int(page.numel() * page.element_size()),)
         first_page = torch.arange(self.page_tokens, dtype=torch.int64)
@@ -80,42 +82,43 @@ class HostPool:
     def dtype(self) -> str:
         """The namespace's name for the dtype.
 
-        A pool that stores fp8 as bytes says so itself; its device pool knows which fp8 it is.
+        A pool that stores fp8 has the dtype uint8; its device pool has the exact kind of fp8.
         """
         stored = str(getattr(self.pool, "dtype", "uint8")).removeprefix("torch.")
         device = getattr(getattr(self.pool, "device_pool", None), "dtype", None)
-        told = str(device).removeprefix("torch.") if device is not None else stored
-        same_width = DTYPE_BYTES.get(DTYPES.get(told, told)) == 1
-        name = told if stored == "uint8" and same_width else stored
+        on_device = str(device).removeprefix("torch.") if device is not None else stored
+        same_width = DTYPE_BYTES.get(DTYPES.get(on_device, on_device)) == 1
+        name = on_device if stored == "uint8" and same_width else stored
         name = DTYPES.get(name, name)
         return name if name in DTYPE_BYTES else OPAQUE
 
 
 def namespace_of(
-    host: HostPool, config: Any, order: str, *, model: str, revision: str
+    host: HostPool, config: Any, page_format: str, *, model: str, revision: str
 ) -> Namespace:
     """The namespace of a pool's pages on this rank.
 
-    config: SGLang's HiCacheStorageConfig. order: `EXTENTS` or `FLAT`, which differ in some layouts.
+    config: SGLang's HiCacheStorageConfig. page_format: `EXTENTS` or `FLAT`, whose bytes differ in
+    some layouts.
 
     Raises ConfigError: the pool gives no addresses for its layout.
     """
-    pool, pieces = host.pool, host.pieces(order)
-    if not pieces:
+    pool, sizes = host.pool, host.extent_sizes(page_format)
+    if not sizes:
         raise ConfigError(
-            f"a host pool of layout {getattr(pool, 'layout', '')!r} gives no addresses; leave "
-            "interface_v1 out of the extra config, or choose --hicache-mem-layout page_first"
+            f"a host pool of layout {getattr(pool, 'layout', '')!r} gives no addresses; omit "
+            "interface_v1 in the extra config, or use --hicache-mem-layout page_first"
         )
     replicated = bool(config.is_mla_model) and not _is_ranked(host)
     ranks = (1, 0) if replicated else (int(config.tp_size), int(config.tp_rank))
     heads = int(getattr(pool, "head_num", 0) or 0)
     about = {
-        "sglang": RELEASES,
+        "sglang": RELEASE_SERIES,
         "pool": host.name,
         "kind": type(pool).__name__,
         "layout": str(getattr(pool, "layout", "")),
-        "order": order,
-        "pieces": ",".join(f"{len(list(same))}x{size}" for size, same in groupby(pieces)),
+        "order": page_format,
+        "pieces": ",".join(f"{len(list(same))}x{size}" for size, same in groupby(sizes)),
         "tag": str(getattr(pool, "storage_format_tag", None) or ""),
         "tokens": str(host.page_tokens),
         "layers": f"{getattr(pool, 'start_layer', 0)}+{getattr(pool, 'layer_num', 0)}",
@@ -131,15 +134,15 @@ def namespace_of(
         attention="mla" if replicated and not heads else "mha",
         tp_size=ranks[0],
         tp_rank=ranks[1],
-        **_geometry(host, sum(pieces)),
+        **_geometry(host, sum(sizes)),
     )
 
 
 def _geometry(host: HostPool, nbytes: int) -> dict[str, Any]:
     """Fields of a namespace whose block has `nbytes` bytes.
 
-    The pool's own geometry where it multiplies to that; else rows of elements, which say no more
-    than how many bytes there are (the layout names the rest).
+    The pool's own geometry if it gives that size; else rows of elements, which give only the size
+    (the layout field has the rest).
     """
     pool, dtype = host.pool, host.dtype
     layers, heads = (int(getattr(pool, name, 0) or 0) for name in ("layer_num", "head_num"))
@@ -169,8 +172,8 @@ def _geometry(host: HostPool, nbytes: int) -> dict[str, Any]:
 
 
 def _is_ranked(host: HostPool) -> bool:
-    """Whether a side pool is each rank's own although the model's KV is every rank's: states are,
-    and so is KV that is divided by heads (an MHA draft beside an MLA model)."""
+    """True if a side pool differs between ranks although the model's KV does not: states, and KV
+    that is split by heads (an MHA draft model beside an MLA model)."""
     return host.name in RANKED_POOLS or bool(getattr(host.pool, "head_num", 0))
 
 

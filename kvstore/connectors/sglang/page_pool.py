@@ -1,8 +1,8 @@
-"""The pages of one host pool in one namespace: asked for, read and written in batches.
+"""The pages of one host pool in one namespace: looked up, read and written in batches.
 
-Answers are one word per page and never an exception for a fault of the store: what is not there,
-damaged, late or unreachable is False. A block is verified by the store (length, checksums, key and
-namespace) before its slot is shown to us, so what is copied out of a slot is what was stored.
+The result is one bool for each page. An error of the store is never an exception: a page that is
+missing, corrupt, late or unreachable is False. The store verifies a block (length, checksums, key
+and namespace) before it assigns the slot, so a copied page has exactly the bytes that were saved.
 """
 
 from __future__ import annotations
@@ -18,33 +18,37 @@ from typing import Final
 
 from kvstore.blocks.key import Namespace
 from kvstore.connectors.sglang.copies import Copies, Extents, page_bytes
-from kvstore.connectors.sglang.settings import DeadlineSettings
-from kvstore.connectors.sglang.shared_client import Desk
+from kvstore.connectors.sglang.settings import MaxWaitSettings
+from kvstore.connectors.sglang.shared_client import SharedClient
 from kvstore.interface import BlockStore, Load, Match
 
-LEASED_SHARE: Final = 4
-"""One ticket leases at most this part (a quarter) of the slab's slots: other ranks read too."""
-LOADS_AHEAD: Final = 2
-"""Loads that are out at once: the next is under way while one is copied."""
+LEASE_DIVISOR: Final = 4
+"""One operation leases at most a quarter of the slab's slots, because other ranks read too."""
+CONCURRENT_LOADS: Final = 2
+"""Maximum number of loads in flight: the next one runs while one is copied."""
 HOLES_MAX: Final = 4
-"""Pages of a batch that may be missing before the rest of it counts as missing too."""
+"""Maximum number of missing pages in a batch. After that the rest counts as missing too."""
 NO_SLOT_WAIT_S: Final = 0.002
-"""Between two tries for slots that others hold."""
+"""Delay between two attempts to lease slots that other readers have leased."""
 HASH_BYTES: Final = 32
 
 
 def hashes_of(keys: Sequence[str]) -> list[bytes]:
-    """SGLang's keys as hashes: the 32 bytes that 64 hex digits spell, else their digest.
+    """SGLang's keys as hashes: the 32 bytes of 64 hex digits, else the SHA-256 of the key.
 
-    They are SGLang's own chain over the tokens before a page, and opaque here: two keys that differ
-    in any letter are two hashes.
+    SGLang hashes all tokens up to the end of a page. The keys are opaque here: different keys have
+    different hashes.
     """
-    joined = joined_of(keys)
-    return list(_split(len(keys)).unpack(joined)) if joined else [_hash_of(key) for key in keys]
+    joined = joined_hashes(keys)
+    return (
+        list(_hash_splitter(len(keys)).unpack(joined))
+        if joined
+        else [_hash_of(key) for key in keys]
+    )
 
 
-def joined_of(keys: Sequence[str]) -> bytes:
-    """The hashes of keys that are 64 hex digits each, one after another; nothing of other keys."""
+def joined_hashes(keys: Sequence[str]) -> bytes:
+    """The concatenated hashes of keys that are 64 hex digits each; empty for any other keys."""
     text = "".join(keys)
     try:
         raw = bytes.fromhex(text)
@@ -54,8 +58,8 @@ def joined_of(keys: Sequence[str]) -> bytes:
 
 
 @functools.lru_cache(maxsize=256)
-def _split(count: int) -> struct.Struct:
-    """Cuts `count` hashes apart: one call, where slices are as many."""
+def _hash_splitter(count: int) -> struct.Struct:
+    """Splits `count` concatenated hashes in one call."""
     return struct.Struct(f"{HASH_BYTES}s" * count)
 
 
@@ -70,48 +74,50 @@ def _hash_of(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-class Shelf:
+class PagePool:
     """See the module's text. Methods may be called from several threads.
 
-    store: bound to the pool's namespace; the shelf owns and closes it.
-    copies: shared with other shelves; not closed here.
+    store: bound to the pool's namespace; this page pool owns and closes it.
+    copies: shared with other page pools; not closed here.
     """
 
-    def __init__(self, store: BlockStore, copies: Copies, deadline: DeadlineSettings) -> None:
+    def __init__(self, store: BlockStore, copies: Copies, max_wait: MaxWaitSettings) -> None:
         self.namespace: Namespace = store.namespace
-        self._desk = Desk(store)
+        self._client = SharedClient(store)
         self._copies = copies
-        self._deadline = deadline
+        self._max_wait = max_wait
         self._counts: Counter[str] = Counter()
-        self._counting = threading.Lock()
+        self._counts_lock = threading.Lock()
 
-    def run(self, keys: Sequence[str]) -> int:
-        """How many of these pages, from the first on, the store holds.
+    def cached_prefix_len(self, keys: Sequence[str]) -> int:
+        """Number of leading pages that the store has.
 
-        No trip where the node's catalogue tells, else one. Tiers that have to be asked over the
-        network are asked by it, and known by the reads that follow.
+        Answered from the node's shared index if possible, else by one match. That match also
+        queries tiers over the network; the reads that follow use its result.
         """
-        if not keys or self._desk.lacks(_hash_of(keys[0]), lambda: hashes_of(keys)):
+        if not keys or self._client.is_absent(_hash_of(keys[0]), lambda: hashes_of(keys)):
             return 0
-        known = self._desk.known(joined_of(keys), HASH_BYTES, lambda: hashes_of(keys))
-        return self._run(hashes_of(keys), self._until(0)) if known is None else known
+        length = self._client.cached_prefix_len(
+            joined_hashes(keys), HASH_BYTES, lambda: hashes_of(keys)
+        )
+        return self._match_len(hashes_of(keys), self._deadline_of(0)) if length is None else length
 
-    def holds(self, keys: Sequence[str]) -> list[bool]:
-        """For each page whether the store holds it, whatever stands before it. One trip for those
-        that the node's catalogue does not tell of."""
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """True for each page that the store has, also beyond a gap. Needs one match for the pages
+        that the node's shared index does not show."""
         hashes = hashes_of(keys)
-        states = self._desk.states(hashes)
+        states = self._client.block_states(hashes)
         unknown = [index for index, state in enumerate(states) if state is None]
         if unknown:
-            ticket = self._desk.match([hashes[index] for index in unknown])
-            run = self._answer(ticket, self._until(0))
-            behind = ticket.behind if ticket.done else ()
-            for at in (*range(run), *behind):
-                states[unknown[at]] = True
+            match = self._client.match([hashes[index] for index in unknown])
+            length = self._wait_match(match, self._deadline_of(0))
+            beyond_gap = match.beyond_gap if match.done else ()
+            for index in (*range(length), *beyond_gap):
+                states[unknown[index]] = True
         return [state is True for state in states]
 
     def get(self, keys: Sequence[str], pages: Sequence[Extents]) -> list[bool]:
-        """Copy pages to their extents; True for each that is there, all its bytes.
+        """Copy pages to their extents; True for each page that was copied in full.
 
         The extents of a page that is False are untouched.
         """
@@ -120,16 +126,16 @@ class Shelf:
         got = [False] * len(keys)
         if not self._fits(pages):
             return got
-        deadline_s = self._until(len(keys) * self.namespace.block_bytes)
+        deadline_s = self._deadline_of(len(keys) * self.namespace.block_bytes)
         start = holes = 0
         cut_at = -1
-        while start < len(hashes) and self._desk.slots:
+        while start < len(hashes) and self._client.slots:
             start += self._read(hashes[start:], pages[start:], got, start, deadline_s)
             if start == len(hashes) or time.monotonic() >= deadline_s:
                 break
-            # The next block is missing or damaged, or lies in a tier that finds what it is asked
-            # for, or other readers hold all slots.
-            while not (found := self._run(hashes[start:], deadline_s)) and holes < HOLES_MAX:
+            # The next block is missing or corrupt, or only a query of its tier finds it, or other
+            # readers have leased all slots.
+            while not (found := self._match_len(hashes[start:], deadline_s)) and holes < HOLES_MAX:
                 holes += 1
                 start += 1
             if not found:
@@ -137,48 +143,50 @@ class Shelf:
             if start == cut_at:
                 time.sleep(NO_SLOT_WAIT_S)
             cut_at = start
-        self._count(got=sum(got), not_got=len(got) - sum(got))
+        self._count(pages_loaded=sum(got), pages_missed=len(got) - sum(got))
         return got
 
     def set(self, keys: Sequence[str], pages: Sequence[Extents]) -> list[bool]:
-        """Keep pages; True for each that the store holds now. A page that it held before is left
-        as it is."""
+        """Save pages; True for each page that the store has now. A page that is already stored is
+        not written again."""
         assert len(keys) == len(pages), f"{len(keys)} keys for {len(pages)} pages"
         hashes = hashes_of(keys)
-        kept = 0
+        stored = 0
         if self._fits(pages):
-            last_s = time.monotonic() + self._deadline.cap_ms / 1e3
-            deadline_s = self._until(len(keys) * self.namespace.block_bytes)
-            slab = self._desk.slab
-            kept = self._write_all(hashes, pages, deadline_s)
-            # What is written by then is worth a word more, within the cap.
-            heard = kept and self._desk.confirm(min(last_s, max(deadline_s, self._until(0))))
-            if not heard or self._desk.slab is not slab:
-                kept = 0  # said to a sidecar that is gone, or does not answer
-        self._count(kept=kept, not_kept=len(keys) - kept)
-        return [index < kept for index in range(len(keys))]
+            last_s = time.monotonic() + self._max_wait.max / 1e3
+            deadline_s = self._deadline_of(len(keys) * self.namespace.block_bytes)
+            slab = self._client.slab
+            stored = self._write_all(hashes, pages, deadline_s)
+            # The confirmation may take a little longer, but not longer than max_wait.max.
+            confirmed = stored and self._client.confirm(
+                min(last_s, max(deadline_s, self._deadline_of(0)))
+            )
+            if not confirmed or self._client.slab is not slab:
+                stored = 0  # the sidecar has ended or does not respond
+        self._count(pages_saved=stored, pages_not_saved=len(keys) - stored)
+        return [index < stored for index in range(len(keys))]
 
     def stats(self) -> dict[str, int]:
-        """Pages since the start: got, not_got, kept, not_kept."""
-        with self._counting:
+        """Pages since the start: pages_loaded, pages_missed, pages_saved, pages_not_saved."""
+        with self._counts_lock:
             return dict(self._counts)
 
     def close(self) -> None:
-        """No call is under way."""
-        self._desk.close()
+        """Close the store. No call may be under way."""
+        self._client.close()
 
     def __repr__(self) -> str:
-        return f"shelf of {self.namespace.block_bytes} B pages, {self._desk!r}"
+        return f"PagePool of {self.namespace.block_bytes} B pages, {self._client!r}"
 
     # Reading.
 
-    def _run(self, hashes: Sequence[bytes], deadline_s: float) -> int:
-        return self._answer(self._desk.match(hashes), deadline_s) if hashes else 0
+    def _match_len(self, hashes: Sequence[bytes], deadline_s: float) -> int:
+        return self._wait_match(self._client.match(hashes), deadline_s) if hashes else 0
 
-    def _answer(self, ticket: Match, deadline_s: float) -> int:
-        """Length of the run by the deadline; a run only grows."""
-        self._desk.wait(lambda: ticket.done, deadline_s)
-        return len(ticket.tiers)
+    def _wait_match(self, match: Match, deadline_s: float) -> int:
+        """Number of matched blocks when the match ends, or at the deadline."""
+        self._client.wait(lambda: match.done, deadline_s)
+        return len(match.tiers)
 
     def _read(
         self,
@@ -188,44 +196,47 @@ class Shelf:
         offset: int,
         deadline_s: float,
     ) -> int:
-        """Read the leading run; its length. `got[offset + i]` tells of the page i."""
-        ahead: deque[Load] = deque()
-        asking = self._windows(hashes)
+        """Read leading pages and return their number. `got[offset + i]` is the result of page i."""
+        in_flight: deque[Load] = deque()
+        windows = self._windows(hashes)
         done = 0
         try:
             while True:
-                while len(ahead) < LOADS_AHEAD and (window := next(asking, None)) is not None:
-                    ahead.append(self._desk.load(window))
-                if not ahead:
+                while (
+                    len(in_flight) < CONCURRENT_LOADS
+                    and (window := next(windows, None)) is not None
+                ):
+                    in_flight.append(self._client.load(window))
+                if not in_flight:
                     return done
-                load = ahead[0]
-                came = self._copy_out(load, pages[done : done + len(load.hashes)], deadline_s)
-                got[offset + done : offset + done + came] = [True] * came
-                done += came
-                if came < len(load.hashes):
+                load = in_flight[0]
+                copied = self._copy_out(load, pages[done : done + len(load.hashes)], deadline_s)
+                got[offset + done : offset + done + copied] = [True] * copied
+                done += copied
+                if copied < len(load.hashes):
                     return done
-                self._desk.release(ahead.popleft())
+                self._client.release(in_flight.popleft())
         finally:
-            for load in ahead:
-                self._desk.release(load)
+            for load in in_flight:
+                self._client.release(load)
 
     def _windows(self, hashes: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-        """The batch in parts that leave slots for others."""
-        size = max(1, self._desk.slots // LEASED_SHARE)
+        """Split the batch into parts that leave slots for other readers."""
+        size = max(1, self._client.slots // LEASE_DIVISOR)
         for first in range(0, len(hashes), size):
             yield hashes[first : first + size]
 
     def _copy_out(self, load: Load, pages: Sequence[Extents], deadline_s: float) -> int:
-        """Copy a load's blocks as they arrive; how many came by the deadline."""
+        """Copy the blocks of a load as they arrive; returns the number copied by the deadline."""
         copied = 0
         while True:
-            in_time = self._desk.wait(
+            in_time = self._client.wait(
                 lambda: load.done or len(load.slots) > copied,  # noqa: B023 (called at once)
                 deadline_s,
             )
             done, arrived = load.done, len(load.slots)
             if arrived > copied:
-                slab = self._desk.slab_of(load)
+                slab = self._client.slab_of(load)
                 views = [slab.view(slot) for slot in load.slots[copied:arrived]]
                 self._copies.to_host(views, pages[copied:arrived])
                 copied = arrived
@@ -237,52 +248,52 @@ class Shelf:
     def _write_all(
         self, hashes: Sequence[bytes], pages: Sequence[Extents], deadline_s: float
     ) -> int:
-        """Save the batch in parts; how many of the pages, from the first on, are kept."""
-        kept = 0
-        size = max(1, self._desk.slots // LEASED_SHARE)
-        while kept < len(hashes) and self._desk.slots:
-            end = kept + size
-            wrote = self._write(hashes[kept:end], pages[kept:end], deadline_s)
-            kept += wrote
-            if kept < len(hashes) and time.monotonic() >= deadline_s:
+        """Save the batch in parts; returns the number of leading pages that are stored."""
+        stored = 0
+        size = max(1, self._client.slots // LEASE_DIVISOR)
+        while stored < len(hashes) and self._client.slots:
+            end = stored + size
+            written = self._write(hashes[stored:end], pages[stored:end], deadline_s)
+            stored += written
+            if stored < len(hashes) and time.monotonic() >= deadline_s:
                 break
-            if not wrote:
+            if not written:
                 time.sleep(NO_SLOT_WAIT_S)
-        return kept
+        return stored
 
     def _write(self, hashes: Sequence[bytes], pages: Sequence[Extents], deadline_s: float) -> int:
-        """Save one part; how many of its pages, from the first on, are held afterwards."""
-        save = self._desk.save(hashes)
+        """Save one part; returns the number of its leading pages that are stored."""
+        save = self._client.save(hashes)
         committed = False
         try:
-            if not self._desk.wait(lambda: save.done, deadline_s) or save.fault:
+            if not self._client.wait(lambda: save.done, deadline_s) or save.fault:
                 return 0
-            slab = self._desk.slab_of(save)
-            views = [slab.view(slot) for _, slot in save.grants]
-            self._copies.to_slots(views, [pages[index] for index, _ in save.grants])
-            self._desk.commit(save)
+            slab = self._client.slab_of(save)
+            views = [slab.view(slot) for _, slot in save.slot_assignments]
+            self._copies.to_slots(views, [pages[index] for index, _ in save.slot_assignments])
+            self._client.commit(save)
             committed = True
             if not save.dropped:
                 return len(hashes)
-            # Slots are granted from the first block on; all that lack one lie behind the last.
-            return save.grants[-1][0] + 1 if save.grants else 0
+            # Slots are assigned in order: every dropped block comes after the last assigned one.
+            return save.slot_assignments[-1][0] + 1 if save.slot_assignments else 0
         finally:
             if not committed:
-                self._desk.release(save)
+                self._client.release(save)
 
-    # Small things.
+    # Helpers.
 
     def _fits(self, pages: Sequence[Extents]) -> bool:
-        """Every page has exactly a block's bytes: nothing is read or written past an extent."""
+        """Check that every page has the size of a block, so that no copy passes an extent's end."""
         wrong = next((p for p in pages if page_bytes(p) != self.namespace.block_bytes), None)
         assert wrong is None, (
-            f"a page of {page_bytes(wrong or ())} bytes where {self.namespace.block_bytes} are kept"
+            f"a page of {page_bytes(wrong or ())} bytes, not {self.namespace.block_bytes}"
         )
         return bool(pages)
 
-    def _until(self, nbytes: int) -> float:
-        return time.monotonic() + self._deadline.of(nbytes)
+    def _deadline_of(self, nbytes: int) -> float:
+        return time.monotonic() + self._max_wait.seconds_for(nbytes)
 
     def _count(self, **pages: int) -> None:
-        with self._counting:
+        with self._counts_lock:
             self._counts.update(pages)

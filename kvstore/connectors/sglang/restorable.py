@@ -1,8 +1,8 @@
-"""Which lengths of a prefix can be restored when side pools must have their part of it.
+"""Prefix lengths that can be restored if side pools must have their part of the prefix.
 
-SGLang's rules, as data: KV has a leading run; a pool of `ALL_PAGES` cuts it where its own run ends;
-a pool of `TRAILING_PAGES` (states, windows) needs the last few pages before the cut only, so it
-leaves lengths out in between; `BLOCK_GROUPS` never cuts KV.
+SGLang's rules: KV has a number of leading pages. A pool of `ALL_PAGES` truncates it to its own
+leading pages. A pool of `TRAILING_PAGES` (states, windows) needs only the last few pages of a
+prefix, so some lengths in between may be missing. `BLOCK_GROUPS` never truncates KV.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ TRAILING_PAGES: Final = "trailing_pages"
 
 
 @dataclass
-class PrefixHits:
-    """What a query found.
+class RestorablePrefixes:
+    """The result of a lookup.
 
     lengths: pages of every prefix that can be restored, ascending. by_pool: pages of the longest
-    prefix that each pool could serve by itself, pools with none left out.
+    prefix that each pool has by itself; pools without any are omitted.
     """
 
     lengths: list[int]
@@ -28,28 +28,28 @@ class PrefixHits:
 
     @property
     def pages(self) -> int:
-        """Of the longest prefix."""
+        """Pages of the longest prefix."""
         return self.lengths[-1] if self.lengths else 0
 
     def restrict(self, name: str, lengths: Sequence[int]) -> None:
-        """A pool can serve these lengths only."""
+        """Keep only these lengths, which are those that a pool has."""
         if lengths:
             self.by_pool[name] = lengths[-1]
         allowed = set(lengths)
         self.lengths = [length for length in self.lengths if length in allowed]
 
 
-def kv_hits(name: str, run: int) -> PrefixHits:
-    """KV holds the first `run` pages."""
-    return PrefixHits(list(range(1, run + 1)), {name: run} if run else {})
+def kv_prefixes(name: str, pages: int) -> RestorablePrefixes:
+    """All prefixes of the first `pages` pages of KV."""
+    return RestorablePrefixes(list(range(1, pages + 1)), {name: pages} if pages else {})
 
 
-def trailing_lengths(held: Sequence[bool], window: int) -> list[int]:
-    """Lengths whose last `window` pages (all, of a shorter prefix) are held."""
+def trailing_lengths(cached: Sequence[bool], window: int) -> list[int]:
+    """Lengths whose last `window` pages (all pages of a shorter prefix) are cached."""
     lengths = []
     unbroken = 0
-    for length, is_held in enumerate(held, start=1):
-        unbroken = unbroken + 1 if is_held else 0
+    for length, is_cached in enumerate(cached, start=1):
+        unbroken = unbroken + 1 if is_cached else 0
         if unbroken >= min(window, length):
             lengths.append(length)
     return lengths

@@ -1,4 +1,4 @@
-"""What a user may say in SGLang's extra config, and which SGLang this is made for."""
+"""The keys of kvstore in SGLang's extra config, and the supported releases of SGLang."""
 
 from __future__ import annotations
 
@@ -10,101 +10,110 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from kvstore.config.settings import Milliseconds, Section, ServerSettings, validated
+from kvstore.config.field_types import Milliseconds
+from kvstore.config.settings import Section, ServerSettings, validate
 from kvstore.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-TRIED: Final = "0.5.23"
-"""The release that every claim here was tried with."""
-NOT_OURS: Final = ("backend_name", "module_path", "class_name", "interface_v1")
-"""Keys of the extra config that SGLang reads itself and leaves in."""
+TESTED_RELEASE: Final = "0.5.23"
+"""The release that kvstore was tested with."""
+SGLANG_KEYS: Final = ("backend_name", "module_path", "class_name", "interface_v1")
+"""Keys of the extra config that SGLang reads itself and does not remove."""
 COPY_THREADS_MAX: Final = 8
-"""More threads than this gain nothing: host memory is the limit by then."""
+"""More threads are not faster: host memory is the bottleneck."""
 
 
-class DeadlineSettings(Section):
-    """How long one call may wait for the store; what has not come by then is a miss."""
+class MaxWaitSettings(Section):
+    """Longest wait of one call, in milliseconds. Pages that arrive later are misses."""
 
-    base_ms: Milliseconds = 1000.0
-    """What every call may wait."""
-    per_gib_ms: Milliseconds = 4000.0
-    """What a call may wait more for each GiB it moves."""
-    cap_ms: Milliseconds = 5000.0
-    """No call waits longer."""
+    base: Milliseconds = 1000.0
+    """Base wait of a call."""
+    per_gib: Milliseconds = 4000.0
+    """Additional wait for each GiB that the call transfers."""
+    max: Milliseconds = 5000.0
+    """Maximum wait of any call."""
 
-    def of(self, nbytes: int) -> float:
-        """Seconds that a call that moves `nbytes` may take."""
-        return min(self.cap_ms, self.base_ms + self.per_gib_ms * nbytes / (1 << 30)) / 1e3
+    def seconds_for(self, nbytes: int) -> float:
+        """Maximum wait, in seconds, of a call that transfers `nbytes`."""
+        return min(self.max, self.base + self.per_gib * nbytes / (1 << 30)) / 1e3
 
 
 class BackendSettings(Section):
-    """The keys of `--hicache-storage-backend-extra-config` that are ours."""
+    """kvstore's keys in `--hicache-storage-backend-extra-config`. Durations are milliseconds."""
 
     socket: str = ServerSettings().socket
     """Unix socket of the node's sidecar."""
-    token: str = Field(default="", repr=False)
-    """Names the tenant, where the sidecar asks for one."""
-    route: str = ""
-    """What this engine's traffic is called in the sidecar's metrics: "chat", "rag"."""
-    wait_ready_ms: Milliseconds = Field(default=0.0, ge=0)
-    """How long SGLang's start waits for a sidecar that is not there yet."""
+    auth_token: str = Field(default="", repr=False)
+    """Auth token of the tenant, if the sidecar requires one."""
+    traffic_label: str = ""
+    """Label of this engine's traffic in the sidecar's metrics: "chat", "rag"."""
+    store_connect_timeout: Milliseconds = Field(default=0.0, ge=0)
+    """How long SGLang waits at its start for a sidecar that is not running yet. 0: no wait."""
     embedded: Mapping[str, Any] | None = None
-    """A store inside SGLang's process instead: arguments of `kvstore.open`."""
+    """Arguments of `kvstore.open`, for a store in SGLang's process instead of a sidecar."""
     model: str = ""
-    """The model's id; "": SGLang's served name. Servers that share pages must agree on it."""
+    """Id of the model, the same in all servers that share pages. "": SGLang's served name."""
     revision: str = ""
-    """Of its weights; "": the commit of the hub, or a fingerprint of the files."""
-    deadline: DeadlineSettings = DeadlineSettings()
+    """Revision of the weights. "": the commit on the hub, or a fingerprint of the files."""
+    max_wait: MaxWaitSettings = MaxWaitSettings()
+    """Longest wait of one call for the store."""
     copy_threads: int = Field(default=0, ge=0, le=64)
-    """Threads that copy the pages of one batch; 0: one for each core, at most 8."""
+    """Number of threads that copy the pages of a batch. 0: one for each core, at most 8."""
     http: str = ""
-    """The sidecar's HTTP side ("http://127.0.0.1:8100"), for SGLang's clear; "": no clear."""
-    admin_token: str = Field(default="", repr=False)
-    """What that HTTP side asks an administrator for."""
+    """HTTP address of the sidecar ("http://127.0.0.1:8100"), for SGLang's clear. "": no clear."""
+    admin_auth_token: str = Field(default="", repr=False)
+    """Admin auth token of the sidecar, if it requires one."""
 
     @property
     def threads(self) -> int:
-        """Threads that copy, the calling one among them."""
+        """Number of threads that copy, including the calling one."""
         return self.copy_threads or min(COPY_THREADS_MAX, os.cpu_count() or 1)
 
 
 def backend_settings(extra: Mapping[str, Any]) -> BackendSettings:
-    """Raises ConfigError: an unknown key or a wrong value, in one line."""
-    ours = {name: value for name, value in extra.items() if name not in NOT_OURS}
-    settings = validated(BackendSettings, ours, "hicache-storage-backend-extra-config")
+    """Validate the extra config.
+
+    Raises ConfigError: an unknown key or an invalid value, in one line.
+    """
+    own = {name: value for name, value in extra.items() if name not in SGLANG_KEYS}
+    settings = validate(BackendSettings, own, "hicache-storage-backend-extra-config")
     if settings.http and not settings.http.startswith(("http://", "https://")):
-        raise ConfigError(f"http = {settings.http!r}; one like 'http://127.0.0.1:8100' is right")
+        raise ConfigError(
+            f"http = {settings.http!r} is not a URL; use one like 'http://127.0.0.1:8100'"
+        )
     return settings
 
 
 def check_version(version: str) -> None:
-    """Say what was tried; refuse what cannot work.
+    """Check the release of SGLang; warn about a patch release that was not tested.
 
-    Raises ConfigError: an SGLang before 0.5.23, whose host pools and controller are others, or
-    another minor release, whose interface nobody has looked at.
+    Raises ConfigError: an SGLang before 0.5.23, which has other host pools and another controller,
+    or another minor release, whose interface may differ.
     """
     found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
     release = tuple(int(part) for part in found.groups()) if found else (0, 0, 0)
-    tried = tuple(int(part) for part in TRIED.split("."))
-    if release[:2] != tried[:2] or release < tried:
+    tested = tuple(int(part) for part in TESTED_RELEASE.split("."))
+    if release[:2] != tested[:2] or release < tested:
         raise ConfigError(
-            f"SGLang {version} is not supported: kvstore was tried with {TRIED}, and accepts "
-            f"later releases of {tried[0]}.{tried[1]}"
+            f"SGLang {version} is not supported; use {TESTED_RELEASE} or a later release of "
+            f"{tested[0]}.{tested[1]}"
         )
-    if release != tried:
-        log.warning("SGLang %s was not tried with kvstore; %s was", version, TRIED)
+    if release != tested:
+        log.warning(
+            "SGLang %s was not tested with kvstore; it was tested with %s", version, TESTED_RELEASE
+        )
 
 
 def check_parallel(storage_config: Any) -> None:
-    """Raises ConfigError: a way of sharing the work that the backend does not know."""
+    """Raises ConfigError: a kind of parallelism that the backend does not support."""
     if getattr(storage_config, "dcp_size", 1) > 1:
         raise ConfigError(
             f"decode-context parallelism of {storage_config.dcp_size} is not supported by kvstore; "
-            "1 is right (leave --dcp-size out), or use SGLang's file backend"
+            "omit --dcp-size, or use SGLang's file backend"
         )
     if getattr(storage_config, "should_split_heads", False):
         raise ConfigError(
-            f"tp_lcm_size {storage_config.tp_lcm_size} is not supported by kvstore: servers of "
-            "different tensor parallelism do not share pages; leave it out of the extra config"
+            f"tp_lcm_size = {storage_config.tp_lcm_size} is not supported by kvstore: servers with "
+            "different tensor parallelism do not share pages; omit it in the extra config"
         )

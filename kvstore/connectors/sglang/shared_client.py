@@ -1,8 +1,8 @@
-"""One store's verbs for several threads of SGLang.
+"""One store for several threads of SGLang.
 
-SGLang asks from one thread, reads from another and writes from a third, and a store is spoken to
-from one at a time. Whoever waits for a ticket polls the store for everybody meanwhile; the others
-wait for its word, and one of them takes over when it has what it came for.
+SGLang looks up, reads and writes on three threads, but a store may be called by only one at a time.
+One of the threads that wait for an operation polls the store for all of them. The others wait for
+its notification; when its own operation is done, another one polls.
 """
 
 from __future__ import annotations
@@ -11,114 +11,118 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvstore.interface import BlockStore, Load, Match, Save, SlotBuffer
+from kvstore.interface import BlockStore, Load, Match, Save, SlabView
 from kvstore.ipc.client import Client
 
 
-class Desk:
-    """See the module's text. No method raises for a fault of the store.
+class SharedClient:
+    """See the module's text. No method raises for an error of the store.
 
-    store: bound to one namespace; the desk owns and closes it.
+    store: bound to one namespace; the shared client owns and closes it.
     """
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._client = store if isinstance(store, Client) else None
-        self._verbs = threading.Lock()
+        self._call_lock = threading.Lock()
         self._turns = threading.Condition()
-        self._polled = False
+        self._is_polling = False
 
     @property
-    def slab(self) -> SlotBuffer | None:
-        """The slab of the store that is there now; another one after each reconnect."""
+    def slab(self) -> SlabView | None:
+        """The store's current slab. A reconnect replaces it."""
         return self._store.slab
 
     @property
     def slots(self) -> int:
-        """Slots of the store's slab; 0 while it cannot be reached."""
+        """Number of slots of the store's slab; 0 while the store is unreachable."""
         slab = self.slab
         return slab.slots if slab is not None else 0
 
-    def slab_of(self, ticket: Load | Save) -> SlotBuffer:
-        return self._store.slab_of(ticket)
+    def slab_of(self, operation: Load | Save) -> SlabView:
+        return self._store.slab_of(operation)
 
-    def lacks(self, first: bytes, run: Callable[[], Sequence[bytes]]) -> bool:
-        """Whether a run's first block is held nowhere, for certain and without a word to the store;
-        which is then told of the run when it is next spoken to. False says nothing."""
-        if self._client is None or not self._client.lacks(first):
+    def is_absent(self, first: bytes, hashes: Callable[[], Sequence[bytes]]) -> bool:
+        """True if the shared index shows that no tier has the first block. False: unknown. If True,
+        the next message to the sidecar reports the lookup of `hashes()`."""
+        if self._client is None or not self._client.is_absent(first):
             return False
-        self._client.note(run)
+        self._client.queue_lookup_report(hashes)
         return True
 
-    def known(self, joined: bytes, size: int, run: Callable[[], Sequence[bytes]]) -> int | None:
-        """Length of a run that is held, where that is certain without a word to the store, which is
-        told of the run later; else None. joined: its hashes, `size` bytes each."""
-        known = None if self._client is None else self._client.known(joined, size)
-        if known is not None and self._client is not None:
-            self._client.note(run)
-        return known
+    def cached_prefix_len(
+        self, joined: bytes, size: int, hashes: Callable[[], Sequence[bytes]]
+    ) -> int | None:
+        """Number of leading cached blocks, if the shared index has the answer; else None. With an
+        answer, a later message reports the lookup. joined: concatenated hashes of `size` bytes.
+        """
+        length = (
+            None if self._client is None else self._client.cached_prefix_len_packed(joined, size)
+        )
+        if length is not None and self._client is not None:
+            self._client.queue_lookup_report(hashes)
+        return length
 
-    def states(self, hashes: Sequence[bytes]) -> list[bool | None]:
-        """For each block whether the store holds it, as far as that is known without a word to it;
-        None where it is not."""
-        return [None] * len(hashes) if self._client is None else self._client.states(hashes)
+    def block_states(self, hashes: Sequence[bytes]) -> list[bool | None]:
+        """For each block, whether a tier has it; None if the shared index does not show that."""
+        return [None] * len(hashes) if self._client is None else self._client.block_states(hashes)
 
     def match(self, hashes: Sequence[bytes]) -> Match:
-        with self._verbs:
+        with self._call_lock:
             return self._store.match(hashes)
 
     def load(self, hashes: Sequence[bytes]) -> Load:
-        with self._verbs:
+        with self._call_lock:
             return self._store.load(hashes)
 
     def save(self, hashes: Sequence[bytes]) -> Save:
-        with self._verbs:
+        with self._call_lock:
             return self._store.save(hashes)
 
-    def commit(self, ticket: Save) -> None:
-        with self._verbs:
-            self._store.commit(ticket)
+    def commit(self, save: Save) -> None:
+        with self._call_lock:
+            self._store.commit(save)
 
-    def release(self, ticket: Load | Save) -> None:
-        with self._verbs:
-            self._store.release(ticket)
+    def release(self, operation: Load | Save) -> None:
+        with self._call_lock:
+            self._store.release(operation)
 
     def confirm(self, deadline_s: float) -> bool:
-        """Whether the store has handled everything said so far: commits count from then on.
+        """True if the store has processed all earlier calls, and so has accepted their commits.
 
-        An empty question is answered after all that was said before it.
+        The store answers an empty match after all calls before it.
         """
-        ticket = self.match(())
-        return self.wait(lambda: ticket.done, deadline_s) and not ticket.fault
+        match = self.match(())
+        return self.wait(lambda: match.done, deadline_s) and not match.fault
 
-    def wait(self, true: Callable[[], bool], deadline_s: float) -> bool:
-        """Wait until `true()`, which reads tickets; False when the deadline (monotonic) is first.
+    def wait(self, condition: Callable[[], bool], deadline_s: float) -> bool:
+        """Wait until `condition()`, which reads operations; False at the deadline (monotonic).
 
-        `true` is asked again under the lock before anybody polls: what a poll of another thread
-        has taken, it took before it let go of its turn.
+        `condition` is checked again under the lock before a thread polls, because the poll of
+        another thread may just have updated the operation.
         """
-        while not true():
+        while not condition():
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return False
             with self._turns:
-                if true():
+                if condition():
                     return True
-                if self._polled:
+                if self._is_polling:
                     self._turns.wait(left_s)
                     continue
-                self._polled = True
+                self._is_polling = True
             try:
                 self._store.poll(left_s)
             finally:
                 with self._turns:
-                    self._polled = False
+                    self._is_polling = False
                     self._turns.notify_all()
         return True
 
     def close(self) -> None:
-        """Hand back every lease. No call is under way."""
-        with self._verbs:
+        """Release every lease. No call may be under way."""
+        with self._call_lock:
             self._store.close()
 
     def __repr__(self) -> str:

@@ -1,14 +1,15 @@
-"""vLLM: one flag that gives it a store below its own prefix cache.
+"""vLLM integration: one flag gives vLLM a store below its own prefix cache.
 
     --kv-transfer-config '{"kv_connector": "KVStoreConnector",
       "kv_connector_module_path": "kvstore.connectors.vllm", "kv_role": "kv_both"}'
 
-Two ways in. `KVStoreConnector` moves blocks between vLLM's KV and the slab of the node's sidecar:
-one L2 for every engine, and the only way on CPU. `KVStoreTier` is a secondary tier of vLLM's own
-offloading, which keeps L2 and does the device's copies itself. docs/vllm.md says which to choose.
+There are two integrations. `KVStoreConnector` copies blocks between vLLM's KV and the slab of the
+node's sidecar: all engines share one L2, and it is the only integration for CPU. `KVStoreTier` is a
+secondary tier of vLLM's own offloading, which keeps L2 and runs the device copies itself.
+docs/vllm.md explains which to choose.
 
-Only `connector`, `stats`, `tier` and `tier_metrics` import vllm; what they decide is in the other
-modules, which do not.
+`connector` and `tier` have the two integrations, `common` has the modules they share. Only
+`connector.py`, `tier.py` and the two `metrics.py` import vllm.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvstore.connectors.vllm.settings import check_version
+from kvstore.connectors.vllm.common.settings import check_version
 
 if TYPE_CHECKING:
     from kvstore.connectors.vllm.connector.connector import KVStoreConnector as KVStoreConnector
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = ["KVStoreConnector", "KVStoreTier"]
 
-_LAZY = {"KVStoreConnector": "connector", "KVStoreTier": "tier"}
+_MODULES = {"KVStoreConnector": "connector.connector", "KVStoreTier": "tier.tier"}
 
 
 def __getattr__(name: str) -> Any:
-    home = _LAZY.get(name)
-    if home is None:
+    module = _MODULES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # First of all: in another release the modules' own imports may fail, and would not say why.
+    # Checked first: in another release the imports of these modules may fail without saying why.
     check_version(importlib.import_module("vllm").__version__)
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

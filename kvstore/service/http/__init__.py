@@ -1,1 +1,1 @@
-"""The HTTP side of the sidecar: health, metrics, statistics, frames, administration, dashboard."""
+"""The sidecar's HTTP server: health, metrics, statistics, frames, administration, dashboard."""

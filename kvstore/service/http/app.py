@@ -1,9 +1,10 @@
-"""The sidecar's HTTP side: health, metrics, statistics, and blocks for who cannot map the slab.
+"""The sidecar's HTTP server: health, metrics, statistics, and blocks for clients without the slab.
 
-Blocks travel as frames (`frame.py`), streamed into and out of a few aligned buffers made at start;
-a request that finds none free is told 503. A frame is verified before anybody can see it, and its
-tenant must be the one the bearer token names. What may hang below L2 runs in lanes of its own
-(`lanes`): past its time it is answered 504, and blocks in L2 are served meanwhile.
+Blocks travel as frames (`frame.py`). They are streamed into and out of a few aligned buffers made
+at start; without a free buffer a request gets 503. A frame is verified before any reader sees it,
+and its tenant must be the tenant of the auth token. Calls that can hang in a tier have separate
+bulkheads (`call_limits`). After its timeout such a call gets 504, and blocks in L2 are served
+meanwhile.
 
     GET  /healthz, /readyz, /metrics
     GET  /v1/stats
@@ -11,7 +12,7 @@ tenant must be the one the bearer token names. What may hang below L2 runs in la
     GET  /v1/blocks/{namespace}/{hash} a frame
     PUT  /v1/blocks/{namespace}/{hash} a frame
 
-What only administrators may do is in `care`. Every error is `{"error": "one line"}`.
+Administration is in `admin_routes`. Every error is `{"error": "one line"}`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Receive, Scope, Send
 
-from kvstore.blocks.frame import HEADER_BYTES, MAX_HASH_BYTES, aligned_buffer, padded
+from kvstore.blocks.frame import HEADER_BYTES, MAX_HASH_BYTES, aligned_buffer, padded_bytes
 from kvstore.blocks.key import Key
 from kvstore.config.settings import HashSettings
 from kvstore.errors import (
@@ -45,29 +46,29 @@ from kvstore.errors import (
     TierUnavailable,
 )
 from kvstore.ipc.protocol import MAX_HASHES
-from kvstore.service.auth import Tenants, Unauthorised
-from kvstore.service.http.call_limits import Lane, answer_of, busy
-from kvstore.service.http.csrf import SameOrigin
-from kvstore.service.http.request_log import RequestCounts, Requests
-from kvstore.service.http.visibility import seen_by
+from kvstore.service.access.auth import Tenants, Unauthorised
+from kvstore.service.access.visibility import visible_stats
+from kvstore.service.http.call_limits import Bulkhead, busy, result_of
+from kvstore.service.http.csrf import CrossSiteGuard
+from kvstore.service.http.request_log import RequestCounts, RequestMiddleware
 from kvstore.store.store import Store
 from kvstore.telemetry.prometheus import StoreCollector
 from kvstore.telemetry.tracing import Tracer
 
 MAX_BODY_BYTES: Final = 16 << 20
-"""Bound on the JSON of a request: 65,536 hashes of 64 bytes in hex, and some."""
+"""Maximum JSON body: 65,536 hashes of 64 bytes in hex, and some more."""
 SEND_BYTES: Final = 256 << 10
-"""Bytes handed to the server at a time: a copy each, so that the buffer is ours again when the
-last one is out, whatever the transport still holds."""
+"""Bytes passed to the server at a time. Each part is a copy, so the buffer can be reused after the
+last part, even if the transport still has some."""
 
-CONTAINS_AT_ONCE: Final = 4
-"""Contains requests at once, from their first byte on: each may have a body of that bound."""
-CARE_AT_ONCE: Final = 2
-"""Flushes and clears at once."""
-LOOKS_AT_ONCE: Final = 4
-"""Views of the dashboard made at once."""
+MAX_CONTAINS_CALLS: Final = 4
+"""Maximum contains requests at the same time: each may have a body of `MAX_BODY_BYTES`."""
+MAX_ADMIN_CALLS: Final = 2
+"""Maximum flushes and clears at the same time."""
+MAX_DASHBOARD_CALLS: Final = 4
+"""Maximum dashboard views built at the same time."""
 CLOSE_WAIT_S: Final = 2.0
-"""How long the end waits for calls that are inside the store."""
+"""Longest wait at the end for calls in the store."""
 
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
@@ -87,65 +88,69 @@ T = TypeVar("T")
 
 
 class Buffer:
-    """A header page and a payload, until the last of those who hold it has dropped it."""
+    """A header sector and a payload, shared by its users until the last one releases it."""
 
-    def __init__(self, view: memoryview, give: Callable[[memoryview], None]) -> None:
+    def __init__(self, view: memoryview, give_back: Callable[[memoryview], None]) -> None:
         self.view = view
-        self._give = give
-        self._holders = 1
+        self._give_back = give_back
+        self._users = 1
 
-    def hold(self) -> None:
-        """One more holder."""
-        assert self._holders > 0, "a buffer that was given back"
-        self._holders += 1
+    def retain(self) -> None:
+        """Add one user."""
+        assert self._users > 0, "the buffer was already given back"
+        self._users += 1
 
-    def drop(self, *_: object) -> None:
-        """One holder less."""
-        assert self._holders > 0, "a buffer given back twice"
-        self._holders -= 1
-        if not self._holders:
-            self._give(self.view)
+    def release(self, *_: object) -> None:
+        """Remove one user."""
+        assert self._users > 0, "the buffer was given back twice"
+        self._users -= 1
+        if not self._users:
+            self._give_back(self.view)
 
 
-class Transfers:
-    """The buffers of frames under way: `count` of them, each a header page and a payload."""
+class HttpTransferLimit:
+    """The buffers of frames in transfer: `count` of them, each a header sector and a payload."""
 
     def __init__(self, count: int, payload_bytes: int) -> None:
-        self._free = [aligned_buffer(HEADER_BYTES + padded(payload_bytes)) for _ in range(count)]
+        self._free = [
+            aligned_buffer(HEADER_BYTES + padded_bytes(payload_bytes)) for _ in range(count)
+        ]
         self.count = count
-        self.refused = 0
+        self.rejected = 0
 
     @property
-    def taken(self) -> int:
+    def in_use(self) -> int:
         """Buffers in use."""
         return self.count - len(self._free)
 
-    def take(self) -> Buffer:
-        """A buffer, held by the caller; 503 when all are in use."""
+    def acquire(self) -> Buffer:
+        """A buffer with the caller as its user. 503 when all are in use."""
         if not self._free:
-            self.refused += 1
-            raise busy(f"{self.count} transfers are under way already")
+            self.rejected += 1
+            raise busy(f"{self.count} transfers are already in progress")
         return Buffer(self._free.pop(), self._free.append)
 
 
 class FrameResponse(Response):
-    """Streams the first `nbytes` of a buffer, and drops the buffer however that ends."""
+    """Streams the first `nbytes` of a buffer, and always releases the buffer at the end."""
 
-    def __init__(self, buffer: Buffer, nbytes: int, limit_s: float) -> None:
+    def __init__(self, buffer: Buffer, nbytes: int, timeout_s: float) -> None:
         super().__init__(
             media_type="application/octet-stream", headers={"content-length": str(nbytes)}
         )
         self._buffer = buffer
         self._nbytes = nbytes
-        self._limit_s = limit_s
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await asyncio.wait_for(self._stream(send), self._limit_s)
+            await asyncio.wait_for(self._stream(send), self._timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
-            log.warning("a reader took more than %g s for one block; cut off", self._limit_s)
+            log.warning(
+                "transfer aborted: the client took over %g s for one block", self._timeout_s
+            )
         finally:
-            self._buffer.drop()
+            self._buffer.release()
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -159,11 +164,11 @@ class FrameResponse(Response):
 
 @dataclass
 class Service:
-    """What the routes stand on.
+    """State shared by the routes.
 
-    stats: everything `/v1/stats` shows. ready: whether the sidecar serves (readiness).
-    transfer_s: bound on one block's way in or out, and on each call for it.
-    flush_s: bound on a flush. hash: how token ids become hashes. tracer: where spans go.
+    stats: everything that `/v1/stats` shows. ready: whether the sidecar serves (readiness).
+    transfer_timeout_s: longest transfer of one block, and longest call for it.
+    flush_timeout_s: longest flush. hash: settings for hashing token ids. tracer: records spans.
     """
 
     store: Store
@@ -171,112 +176,114 @@ class Service:
     stats: Callable[[], dict[str, Any]]
     ready: Callable[[], bool]
     max_transfers: int
-    transfer_s: float
-    flush_s: float
+    transfer_timeout_s: float
+    flush_timeout_s: float
     hash: HashSettings = field(default_factory=HashSettings)
     tracer: Tracer | None = None
     requests: RequestCounts = field(default_factory=RequestCounts)
 
     def __post_init__(self) -> None:
-        self.transfers = Transfers(self.max_transfers, self.store.frames.payload_bytes)
-        # Whoever is in these has a buffer. Reads of tiers leave one to the blocks in L2, where
-        # there is more than one.
-        self.memory = Lane("transfers", self.max_transfers)
-        self.below = Lane("reads of tiers", max(1, self.max_transfers - 1))
-        self.contains = Lane("contains requests", CONTAINS_AT_ONCE)
-        self.care = Lane("flushes and clears", CARE_AT_ONCE)
-        # May take long, and hang with a tier; what an administrator does then must not wait.
-        self.warming = Lane("warmings", 1)
-        self.looking = Lane("looks at the dashboard", LOOKS_AT_ONCE)
-        self.listing = Lane("listings", 1)
+        self.transfers = HttpTransferLimit(self.max_transfers, self.store.frames.payload_bytes)
+        # Each of these calls has a buffer. Tier reads leave one buffer for blocks in L2, if there
+        # is more than one.
+        self.transfer_calls = Bulkhead("transfers", self.max_transfers)
+        self.tier_reads = Bulkhead("tier reads", max(1, self.max_transfers - 1))
+        self.contains_calls = Bulkhead("contains requests", MAX_CONTAINS_CALLS)
+        self.admin_calls = Bulkhead("flushes and clears", MAX_ADMIN_CALLS)
+        # A warm request may take long or hang in a tier. Administration must not wait for it.
+        self.warm_calls = Bulkhead("warm requests", 1)
+        self.dashboard_calls = Bulkhead("dashboard views", MAX_DASHBOARD_CALLS)
+        self.list_calls = Bulkhead("list requests", 1)
 
-    async def read(self, key: Key, buffer: Buffer) -> int:
-        """Have a block's frame in the buffer; payload bytes, 0 for a miss."""
+    async def read_frame(self, key: Key, buffer: Buffer) -> int:
+        """Read a block's frame into the buffer. Returns the payload bytes, 0 for a miss."""
         return await self.transfer(
-            self.memory, self.store.frames.resident, key, buffer
-        ) or await self.transfer(self.below, self.store.frames.stored, key, buffer)
+            self.transfer_calls, self.store.frames.read_l2, key, buffer
+        ) or await self.transfer(self.tier_reads, self.store.frames.read_tiers, key, buffer)
 
     async def transfer(
         self,
-        lane: Lane,
+        bulkhead: Bulkhead,
         function: Callable[[Key, memoryview, memoryview], T],
         key: Key,
         buffer: Buffer,
         end: int | None = None,
     ) -> T:
-        """Call the store on a buffer (its first `end` bytes), which the call holds until its own
-        end."""
-        lane.enter()
-        running = lane.start(
+        """Call the store with a buffer (its first `end` bytes). The call uses the buffer until it
+        ends, even after its timeout."""
+        bulkhead.acquire()
+        running = bulkhead.start(
             function, key, buffer.view[:HEADER_BYTES], buffer.view[HEADER_BYTES:end]
         )
-        buffer.hold()
-        running.add_done_callback(buffer.drop)
-        return await answer_of(running, self.transfer_s)
+        buffer.retain()
+        running.add_done_callback(buffer.release)
+        return await result_of(running, self.transfer_timeout_s)
 
-    async def look_after(
-        self, function: Callable[..., T], *args: Any, lane: Lane | None = None
+    async def run_admin_call(
+        self, function: Callable[..., T], *args: Any, bulkhead: Bulkhead | None = None
     ) -> T:
-        """Run a flush or a clear."""
-        lane = lane or self.care
-        lane.enter()
-        return await answer_of(lane.start(function, *args), self.flush_s + self.transfer_s)
+        """Run a blocking call for an administrator; default bulkhead: flushes and clears."""
+        bulkhead = bulkhead or self.admin_calls
+        bulkhead.acquire()
+        return await result_of(
+            bulkhead.start(function, *args), self.flush_timeout_s + self.transfer_timeout_s
+        )
 
     def close(self) -> None:
-        """Wait a little for calls under way. The event loop has ended."""
+        """Wait a short time for running calls. The event loop has ended."""
         deadline_s = time.monotonic() + CLOSE_WAIT_S
-        lanes = [self.memory, self.below, self.contains, self.care]
-        lanes += [self.warming, self.listing, self.looking]
-        left = sum(lane.join(deadline_s) for lane in lanes)
+        bulkheads = [self.transfer_calls, self.tier_reads, self.contains_calls, self.admin_calls]
+        bulkheads += [self.warm_calls, self.list_calls, self.dashboard_calls]
+        left = sum(each.join(deadline_s) for each in bulkheads)
         if left:
-            log.error("%d calls hang inside the store; left as they are", left)
+            log.error("%d calls in the store did not end", left)
 
     def snapshot(self) -> dict[str, Any]:
         """For statistics."""
         return {
-            "transfers": self.transfers.taken,
-            "transfers_refused": self.transfers.refused + self.below.refused,
-            "contains_refused": self.contains.refused,
+            "transfers": self.transfers.in_use,
+            "transfers_rejected": self.transfers.rejected + self.tier_reads.rejected,
+            "contains_rejected": self.contains_calls.rejected,
             "requests": self.requests.snapshot(),
         }
 
-    def tenant(self, request: Request) -> str:
-        """The tenant that the request's bearer token names."""
-        return self.tenants.of(bearer(request))
+    def tenant_of(self, request: Request) -> str:
+        """The tenant of the request's auth token."""
+        return self.tenants.tenant_of(bearer_token(request))
 
-    async def receive(self, request: Request, buffer: memoryview) -> int:
-        """Stream a request's body into `buffer`; its length. 413 as soon as it is too much."""
+    async def receive_body(self, request: Request, buffer: memoryview) -> int:
+        """Stream a request's body into `buffer`. Returns its length; 413 if it is too long."""
         announced = request.headers.get("content-length", "0")
         if announced.isdigit() and int(announced) > len(buffer):
-            raise HTTPException(413, f"a frame here has at most {len(buffer)} bytes")
+            raise HTTPException(413, f"the maximum size of a frame is {len(buffer)} bytes")
         end = 0
         async for part in request.stream():
             start, end = end, end + len(part)
             if end > len(buffer):
-                raise HTTPException(413, f"a frame here has at most {len(buffer)} bytes")
+                raise HTTPException(413, f"the maximum size of a frame is {len(buffer)} bytes")
             buffer[start:end] = part
         return end
 
 
-def bearer(request: Request) -> str | None:
-    """The token of `Authorization: Bearer ...`, or None."""
+def bearer_token(request: Request) -> str | None:
+    """The auth token of `Authorization: Bearer ...`, or None."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else None
 
 
-async def in_time(receiving: Coroutine[Any, Any, T], limit_s: float) -> T:
-    """What a request brings; 408 when it is not all here in time."""
+async def receive_within(receiving: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    """Receive a request's body; 408 after `timeout_s`."""
     try:
-        return await asyncio.wait_for(receiving, limit_s)
+        return await asyncio.wait_for(receiving, timeout_s)
     except (TimeoutError, asyncio.TimeoutError):
-        raise HTTPException(408, f"the request was not here within {limit_s:g} s") from None
+        raise HTTPException(408, f"no complete request body within {timeout_s:g} s") from None
 
 
 def build_app(service: Service) -> FastAPI:
-    """The application over one store, without the administrator's routes (`care.add_care`)."""
+    """The application over one store, without the administrator's routes (`admin_routes`)."""
     app = FastAPI(title="kvstore sidecar", docs_url=None, redoc_url=None)
-    app.add_middleware(SameOrigin)
-    app.add_middleware(Requests, counts=service.requests, tracer=service.tracer)
+    app.add_middleware(CrossSiteGuard)
+    app.add_middleware(RequestMiddleware, counts=service.requests, tracer=service.tracer)
     _add_errors(app)
     _add_health(app, service)
     _add_blocks(app, service)
@@ -304,54 +311,60 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/stats")
     async def stats(request: Request) -> dict[str, Any]:
-        return seen_by(service.tenants.sees(bearer(request)), service.stats())
+        return visible_stats(service.tenants.visible_tenant(bearer_token(request)), service.stats())
 
 
 def _add_blocks(app: FastAPI, service: Service) -> None:
     @app.post("/v1/contains")
     async def contains(request: Request) -> dict[str, list[Any]]:
-        tenant = service.tenant(request)
-        lane = service.contains
-        lane.enter()
+        tenant = service.tenant_of(request)
+        bulkhead = service.contains_calls
+        bulkhead.acquire()
         try:
-            body = await in_time(small_body(request), service.transfer_s)
+            body = await receive_within(json_body(request), service.transfer_timeout_s)
             namespace, hashes = _contains_body(body)
         except BaseException:
-            lane.leave()
+            bulkhead.release()
             raise
         keys = [Key(tenant, namespace, hash_) for hash_ in hashes]
-        found = await answer_of(lane.start(service.store.frames.contains, keys), service.transfer_s)
+        found = await result_of(
+            bulkhead.start(service.store.frames.contains, keys), service.transfer_timeout_s
+        )
         return {"contains": [bool(tier) for tier in found], "tiers": found}
 
     @app.get("/v1/blocks/{namespace}/{hash_hex}")
     async def get_block(namespace: str, hash_hex: str, request: Request) -> Response:
-        key = _key(service.tenant(request), namespace, hash_hex)
-        buffer = service.transfers.take()
+        key = _key(service.tenant_of(request), namespace, hash_hex)
+        buffer = service.transfers.acquire()
         try:
-            nbytes = await service.read(key, buffer)
+            nbytes = await service.read_frame(key, buffer)
             if not nbytes:
                 raise HTTPException(404, "no such block")
         except BaseException:
-            buffer.drop()
+            buffer.release()
             raise
-        return FrameResponse(buffer, HEADER_BYTES + nbytes, service.transfer_s)
+        return FrameResponse(buffer, HEADER_BYTES + nbytes, service.transfer_timeout_s)
 
     @app.put("/v1/blocks/{namespace}/{hash_hex}", status_code=204)
     async def put_block(namespace: str, hash_hex: str, request: Request) -> Response:
-        key = _key(service.tenant(request), namespace, hash_hex)
-        buffer = service.transfers.take()
+        key = _key(service.tenant_of(request), namespace, hash_hex)
+        buffer = service.transfers.acquire()
         try:
-            nbytes = await in_time(service.receive(request, buffer.view), service.transfer_s)
+            nbytes = await receive_within(
+                service.receive_body(request, buffer.view), service.transfer_timeout_s
+            )
             if nbytes <= HEADER_BYTES:
                 raise HTTPException(400, f"a frame of {nbytes} bytes has no payload")
-            await service.transfer(service.memory, service.store.frames.write, key, buffer, nbytes)
+            await service.transfer(
+                service.transfer_calls, service.store.frames.write, key, buffer, nbytes
+            )
         finally:
-            buffer.drop()
+            buffer.release()
         return Response(status_code=204)
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Every way a request can fail is one line of JSON."""
+    """Return every error as one line of JSON."""
 
     async def by_status(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, StarletteHTTPException)
@@ -362,18 +375,18 @@ def _add_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         return _error(422, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}")
 
-    async def by_fault(request: Request, error: Exception) -> JSONResponse:
+    async def by_store_error(request: Request, error: Exception) -> JSONResponse:
         status = next(code for kind, code in _STATUS.items() if isinstance(error, kind))
         return _error(status, str(error))
 
-    async def by_mistake(request: Request, error: Exception) -> JSONResponse:
-        return _error(500, f"{type(error).__name__} inside the sidecar; its log says more")
+    async def by_internal_error(request: Request, error: Exception) -> JSONResponse:
+        return _error(500, f"internal error: {type(error).__name__}; see the sidecar's log")
 
     app.add_exception_handler(StarletteHTTPException, by_status)
     app.add_exception_handler(RequestValidationError, by_validation)
     for kind in _STATUS:
-        app.add_exception_handler(kind, by_fault)
-    app.add_exception_handler(Exception, by_mistake)
+        app.add_exception_handler(kind, by_store_error)
+    app.add_exception_handler(Exception, by_internal_error)
 
 
 def _error(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -381,12 +394,12 @@ def _error(status: int, text: str, headers: dict[str, str] | None = None) -> JSO
 
 
 def _key(tenant: str, namespace: str, hash_hex: str) -> Key:
-    """The key a path names, or 422."""
+    """The key in a path, or 422."""
     return Key(tenant, namespace_in(namespace), _hash_in(hash_hex))
 
 
 def namespace_in(value: Any) -> str:
-    """A namespace's digest out of a request, or 422."""
+    """The digest of a namespace in a request, or 422."""
     if not isinstance(value, str) or not _NAMESPACE.fullmatch(value):
         raise HTTPException(422, "namespace must be a digest of 32 hex digits")
     return value
@@ -405,13 +418,13 @@ def _hash_in(value: Any) -> bytes:
     return bytes.fromhex(value)
 
 
-async def small_body(request: Request) -> Any:
-    """A JSON body, read up to a bound."""
+async def json_body(request: Request) -> Any:
+    """Read a JSON body of at most `MAX_BODY_BYTES`."""
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"a request here has at most {MAX_BODY_BYTES} bytes")
+            raise HTTPException(413, f"the maximum request body is {MAX_BODY_BYTES} bytes")
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
@@ -422,6 +435,7 @@ def _contains_body(body: Any) -> tuple[str, list[bytes]]:
     """(namespace, hashes) of a contains request, or 422."""
     if not isinstance(body, dict) or set(body) != {"namespace", "hashes"}:
         raise HTTPException(
-            422, f'the body is {{"namespace": hex, "hashes": [hex, ...]}}, at most {MAX_HASHES}'
+            422,
+            f'the body must be {{"namespace": hex, "hashes": [hex, ...]}}, at most {MAX_HASHES}',
         )
     return namespace_in(body["namespace"]), hashes_in(body["hashes"])

@@ -1,8 +1,9 @@
-"""Blocking calls of the store beside the HTTP side's event loop, bounded by kind.
+"""Bounded blocking calls of the HTTP server into the store, beside its event loop.
 
-A call into a tier can hang, and nothing can interrupt it. So each kind of call has a lane: at most
-so many at once, the next is told to come again, and a lane full of hung calls is in no other's way.
-Each call has a thread of its own, a daemon: a hung one does not hold up the process's end.
+A call into a tier can hang and cannot be interrupted. So each kind of call has a bulkhead with a
+maximum number of calls, and a further call is rejected with 503. A bulkhead full of hung calls does
+not block other kinds. Each call has its own daemon thread, so a hung call does not delay the
+process's exit.
 """
 
 from __future__ import annotations
@@ -20,35 +21,35 @@ from fastapi import HTTPException
 T = TypeVar("T")
 
 
-class Lane:
-    """At most `count` calls at once. Used from the event loop's thread.
+class Bulkhead:
+    """At most `count` calls at the same time. Used from the event loop's thread.
 
-    what: the calls' name in messages. refused: how many found no place.
+    what: the name of the calls in messages. rejected: number of rejected calls.
     """
 
     def __init__(self, what: str, count: int) -> None:
         self.what = what
         self.count = count
-        self.refused = 0
+        self.rejected = 0
         self._taken = 0
         self._threads: set[threading.Thread] = set()
 
-    def enter(self) -> None:
-        """Take a place, to be handed on to `start` or back by `leave`; 503 when there is none."""
+    def acquire(self) -> None:
+        """Take a place for `start`, or to give back with `release`. 503 when all are taken."""
         if self._taken >= self.count:
-            self.refused += 1
-            raise busy(f"{self.count} {self.what} are under way already")
+            self.rejected += 1
+            raise busy(f"{self.count} {self.what} are already in progress")
         self._taken += 1
 
-    def leave(self) -> None:
-        """Hand a place back."""
-        assert self._taken > 0, "a place given back twice"
+    def release(self) -> None:
+        """Give a place back."""
+        assert self._taken > 0, "a place was given back twice"
         self._taken -= 1
 
     def start(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Begin a call; it keeps the place until it returns, whoever waits for it meanwhile.
+        """Start a call. It keeps its place until it returns, even if no caller waits for it.
 
-        Raises HTTPException: 503, the system starts no thread.
+        Raises HTTPException: 503, the system cannot start a thread.
         """
         outcome: Future[T] = Future()
 
@@ -60,7 +61,7 @@ class Lane:
             else:
                 outcome.set_result(result)
 
-        # What it logs belongs to the request that asked for it.
+        # Its log lines belong to the request that started it.
         context = contextvars.copy_context()
         thread = threading.Thread(
             target=context.run, args=(run,), name=f"http {self.what}", daemon=True
@@ -68,34 +69,34 @@ class Lane:
         try:
             thread.start()
         except RuntimeError as error:
-            self.leave()
+            self.release()
             raise busy(str(error)) from None
         self._threads.add(thread)
 
         def ended(running: asyncio.Future[T]) -> None:
             self._threads.discard(thread)
-            self.leave()
-            running.exception()  # it is known now, should nobody wait for it any more
+            self.release()
+            running.exception()  # retrieve it, in case no caller waits any more
 
         running = asyncio.wrap_future(outcome)
         running.add_done_callback(ended)
         return running
 
     def join(self, deadline_s: float) -> int:
-        """Wait for what runs, up to a moment of the monotonic clock; how many calls run on."""
+        """Wait for running calls until `deadline_s` (monotonic). Returns how many still run."""
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return sum(thread.is_alive() for thread in self._threads)
 
 
-async def answer_of(running: asyncio.Future[T], limit_s: float) -> T:
-    """What a call returns or raises; 504 when that takes too long. The call itself goes on."""
-    done, _ = await asyncio.wait([running], timeout=limit_s)
+async def result_of(running: asyncio.Future[T], timeout_s: float) -> T:
+    """The result of a call, or its exception. 504 after `limit_s`; the call itself continues."""
+    done, _ = await asyncio.wait([running], timeout=timeout_s)
     if not done:
-        raise HTTPException(504, f"the store has not answered within {limit_s:g} s")
+        raise HTTPException(504, f"the store did not answer within {timeout_s:g} s")
     return running.result()
 
 
 def busy(text: str) -> HTTPException:
-    """503: come again in a second."""
+    """A 503 response that asks the client to retry after a second."""
     return HTTPException(503, text, headers={"Retry-After": "1"})

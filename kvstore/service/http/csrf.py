@@ -1,9 +1,9 @@
-"""Refuses what a page of another site has a visitor's browser send.
+"""CSRF guard: rejects requests that a page of another site makes a visitor's browser send.
 
-Without tokens whoever reaches the port is its administrator, and a browser on this machine reaches
-it for any page it shows: such a page cannot read an answer, but a POST would be done all the same.
-Browsers say where a request comes from; other clients do not, and are let through, as is whoever
-brings a credential, which no page of another site can make a browser add.
+Without auth tokens, every client that reaches the port is an administrator. A browser on this
+machine can send a POST for any page that it shows. The page cannot read the response, but the POST
+would take effect. Browsers send the origin of a request. Other clients do not, and are accepted. A
+request with credentials is accepted too: a page of another site cannot make a browser add them.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from urllib.parse import urlsplit
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-READS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
-OWN: Final = frozenset({b"same-origin", b"none"})
-"""What `Sec-Fetch-Site` says of our own page, and of what a person typed in."""
+SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+OWN_SITE: Final = frozenset({b"same-origin", b"none"})
+"""Values of `Sec-Fetch-Site` for the dashboard itself, and for an address typed by a person."""
 
 
-class SameOrigin:
-    """ASGI middleware."""
+class CrossSiteGuard:
+    """ASGI middleware: answers 403 to a cross-site request that may change something."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] not in READS:
+        if scope["type"] == "http" and scope["method"] not in SAFE_METHODS:
             headers = dict(scope["headers"])
-            if b"authorization" not in headers and from_elsewhere(headers):
-                refusal = JSONResponse({"error": "a page of another site may not do this"}, 403)
-                await refusal(scope, receive, send)
+            if b"authorization" not in headers and is_cross_site(headers):
+                rejection = JSONResponse({"error": "cross-site requests are not allowed"}, 403)
+                await rejection(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def from_elsewhere(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a browser says that another site's page has sent this."""
+def is_cross_site(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether the headers show that a page of another site sent the request."""
     site = headers.get(b"sec-fetch-site")
     if site is not None:
-        return site not in OWN
+        return site not in OWN_SITE
     origin = headers.get(b"origin")
     if origin is None:
         return False

@@ -1,12 +1,12 @@
-"""The dashboard: one page, the JSON it shows, and the files it is made of.
+"""The dashboard: its page, its files, and the JSON that it shows.
 
-    GET /                    to the page
-    GET /dashboard           the page; /dashboard/FILE its script and style
-    GET /v1/dashboard        what it shows; of one tenant alone for a tenant's token
-    GET /v1/dashboard/run    ?tenant=&namespace=&hash=  hashes of the run that ends there, to pin it
+    GET /                     redirects to the page
+    GET /dashboard            the page; /dashboard/FILE: its script and style
+    GET /v1/dashboard         the JSON; with a tenant's auth token, of that tenant only
+    GET /v1/dashboard/prefix  ?tenant=&namespace=&hash=  hashes of the prefix that ends there
 
-The page is served to anybody and has nothing in it but itself. It needs no network beyond the
-sidecar: a policy in its header forbids any. What it shows comes as JSON of bounded size.
+The page is served without authentication, and contains no data. A policy in its header forbids all
+network access except to the sidecar. The size of the JSON is bounded.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 
 from kvstore import __version__
 from kvstore.blocks.key import Key
-from kvstore.service.auth import Unauthorised
-from kvstore.service.http.app import Service, bearer, hashes_in, namespace_in
-from kvstore.service.prefix_index import Chain, PrefixIndex
+from kvstore.service.access.auth import Unauthorised
+from kvstore.service.http.app import Service, bearer_token, hashes_in, namespace_in
+from kvstore.service.http.prefix_index import Chain, PrefixIndex
 from kvstore.store.store import Store
 from kvstore.telemetry.history import History
 
 MAX_CHAINS: Final = 160
-"""Chains of the radix view."""
+"""Maximum number of chains in the prefix tree."""
 MAX_NAMESPACES: Final = 32
-"""Namespaces told of: those that sessions named last."""
-VIEW_S: Final = 2.0
-"""How long one view is good for; many who look ask no more of the store than one."""
+"""Maximum number of namespaces: the ones most recently used by sessions."""
+VIEW_TTL_S: Final = 2.0
+"""How long a view is reused, so that many viewers load the store no more than one."""
 MAX_VIEWS: Final = 64
-"""Views kept: one for each tenant that looks."""
+"""Maximum number of views kept, one for each tenant."""
 
 FILES: Final = {
     "dashboard.css": "text/css; charset=utf-8",
@@ -56,7 +56,7 @@ SECURITY: Final = {
 
 
 class Views:
-    """Makes what the page shows, each view once every `VIEW_S`. Called from one lane's threads."""
+    """Builds the page's JSON, once every `VIEW_TTL_S`. Called from one bulkhead's threads."""
 
     def __init__(
         self,
@@ -70,44 +70,44 @@ class Views:
         self._prefixes = prefixes
         self._history = history
         self._tiers = list(store.stats()["tiers"])
-        self._began_s = time.monotonic()
-        self._made: dict[str | None, tuple[float, dict[str, Any]]] = {}
+        self._start_s = time.monotonic()
+        self._views: dict[str | None, tuple[float, dict[str, Any]]] = {}
 
-    def of(self, tenant: str | None) -> dict[str, Any]:
-        """Everything, or what one tenant may see."""
-        made = self._made.get(tenant)
-        if made is not None and time.monotonic() - made[0] < VIEW_S:
-            return made[1]
-        view = self._make(tenant)
-        if len(self._made) >= MAX_VIEWS:
-            self._made.clear()
-        self._made[tenant] = (time.monotonic(), view)
+    def get(self, tenant: str | None) -> dict[str, Any]:
+        """The view of one tenant; None: of all tenants."""
+        cached = self._views.get(tenant)
+        if cached is not None and time.monotonic() - cached[0] < VIEW_TTL_S:
+            return cached[1]
+        view = self._build(tenant)
+        if len(self._views) >= MAX_VIEWS:
+            self._views.clear()
+        self._views[tenant] = (time.monotonic(), view)
         return view
 
-    def run_to(self, key: Key) -> list[bytes]:
+    def prefix_to(self, key: Key) -> list[bytes]:
         """See `PrefixIndex.run_to`."""
-        return self._prefixes.run_to(key)
+        return self._prefixes.prefix_to(key)
 
-    def _make(self, tenant: str | None) -> dict[str, Any]:
+    def _build(self, tenant: str | None) -> dict[str, Any]:
         stats = self._stats()
         slots = stats["l2"]["tenants"]
-        users = stats["use"]["users"]
+        users = stats["usage"]["users"]
         chains, more = self._prefixes.tree(MAX_CHAINS, lambda name: tenant in (None, name))
         spaces = self._store.namespaces()
-        if tenant is not None:  # another's models are not its business
+        if tenant is not None:  # a tenant must not see another tenant's models
             spaces = {name: spaces[name] for name in _named(chains) if name in spaces}
         known = list(spaces.items())[-MAX_NAMESPACES:]
         return {
             "version": __version__,
             "time_s": round(time.time(), 1),
-            "uptime_s": round(time.monotonic() - self._began_s, 1),
+            "uptime_s": round(time.monotonic() - self._start_s, 1),
             "tenant": tenant,
             "l2": {k: v for k, v in stats["l2"].items() if k not in ("tenants", "eviction")},
             "tiers": {name: _tier(tier) for name, tier in stats["tiers"].items()},
             "clients": len(stats.get("service", {}).get("clients", ())),
-            "verbs": {
-                verb: _mean_s(each)
-                for verb, each in stats.get("service", {}).get("verb_seconds", {}).items()
+            "request_mean_s": {
+                operation: _mean_s(each)
+                for operation, each in stats.get("service", {}).get("request_seconds", {}).items()
             },
             "users": [each for each in users if tenant in (None, each["tenant"])],
             "slots": {name: n for name, n in slots.items() if tenant in (None, name)},
@@ -129,33 +129,33 @@ class Views:
         }
 
     def _chain(self, chain: Chain) -> dict[str, Any]:
-        """A chain as JSON: how many of its blocks lie where, fastest tier first."""
+        """A chain as JSON, with its cached blocks by tier, the fastest tier first."""
         first, last = chain.keys[0], chain.keys[-1]
         space = self._store.namespaces().get(first.namespace)
-        held: dict[str, int] = {}
+        cached: dict[str, int] = {}
         nbytes = space.block_bytes if space is not None else 0
-        in_l2 = self._store.brain.held(chain.keys, nbytes)
-        sources = self._store.finder.sources(chain.keys, in_l2)
-        for resident, source in zip(in_l2, sources, strict=True):
-            if resident or source is not None:
-                name = "l2" if resident else self._tiers[source or 0]
-                held[name] = held.get(name, 0) + 1
+        in_l2 = self._store.manager.cached_or_loading(chain.keys, nbytes)
+        sources = self._store.locator.find_tiers(chain.keys, in_l2)
+        for is_in_l2, source in zip(in_l2, sources, strict=True):
+            if is_in_l2 or source is not None:
+                name = "l2" if is_in_l2 else self._tiers[source or 0]
+                cached[name] = cached.get(name, 0) + 1
         return {
             "tenant": first.tenant,
             "namespace": first.namespace,
             "hash": last.hash.hex(),
             "depth": chain.depth,
             "blocks": len(chain.keys),
-            "asks": chain.asks,
-            "held": held,
-            "pinned": self._store.brain.pinned(chain.keys),
+            "lookups": chain.lookups,
+            "cached": cached,
+            "pinned": self._store.manager.count_pinned(chain.keys),
             "children": [self._chain(each) for each in chain.children],
             "more": chain.more,
         }
 
 
 def add_dashboard(app: FastAPI, service: Service, views: Views) -> None:
-    """The page, its files and its routes."""
+    """Add the routes of the page, its files and its JSON."""
     folder = resources.files("kvstore.service") / "static"
     page = (folder / "index.html").read_bytes()
     files = {name: (folder / name).read_bytes() for name in FILES}
@@ -176,43 +176,43 @@ def add_dashboard(app: FastAPI, service: Service, views: Views) -> None:
 
     @app.get("/v1/dashboard")
     async def shown(request: Request) -> JSONResponse:
-        tenant = service.tenants.sees(bearer(request))
-        view = await service.look_after(views.of, tenant, lane=service.looking)
+        tenant = service.tenants.visible_tenant(bearer_token(request))
+        view = await service.run_admin_call(views.get, tenant, bulkhead=service.dashboard_calls)
         admin = _is_admin(service, request)
         return JSONResponse({**view, "admin": admin}, headers=SECURITY)
 
-    @app.get("/v1/dashboard/run")
-    async def run(tenant: str, namespace: str, hash: str, request: Request) -> dict[str, Any]:
-        service.tenants.check_admin(bearer(request))
+    @app.get("/v1/dashboard/prefix")
+    async def prefix(tenant: str, namespace: str, hash: str, request: Request) -> dict[str, Any]:
+        service.tenants.check_admin(bearer_token(request))
         [name] = hashes_in([hash])
-        names = views.run_to(Key(tenant, namespace_in(namespace), name))
+        names = views.prefix_to(Key(tenant, namespace_in(namespace), name))
         if not names:
-            raise HTTPException(404, "this run was not asked for of late; it is forgotten")
+            raise HTTPException(404, "prefix not found: only recently looked-up prefixes are kept")
         return {"hashes": [each.hex() for each in names]}
 
 
 def _named(chains: Sequence[Chain]) -> list[str]:
-    """Namespaces of these chains; a tree is all of one."""
+    """The namespaces of these chains. A tree has only one."""
     return list(dict.fromkeys(chain.keys[0].namespace for chain in chains))
 
 
 def _is_admin(service: Service, request: Request) -> bool:
     try:
-        service.tenants.check_admin(bearer(request))
+        service.tenants.check_admin(bearer_token(request))
     except Unauthorised:
         return False
     return True
 
 
 def _tier(tier: Mapping[str, Any]) -> dict[str, Any]:
-    """A tier's numbers, with quantiles in place of histograms."""
+    """A tier's statistics, with quantiles in place of histograms."""
     shown = {k: v for k, v in tier.items() if k not in ("seconds", "codec")}
     codecs = list(tier.get("codec", {}).values())
     shown["ratio"] = max((each["ratio"] for each in codecs), default=1.0)
-    for direction, each in tier.get("seconds", {}).items():
-        shown[f"{direction}_mean_s"] = _mean_s(each)
-        shown[f"{direction}_p50_s"] = quantile_s(each, 0.5)
-        shown[f"{direction}_p95_s"] = quantile_s(each, 0.95)
+    for op, each in tier.get("seconds", {}).items():
+        shown[f"{op}_mean_s"] = _mean_s(each)
+        shown[f"{op}_p50_s"] = quantile_s(each, 0.5)
+        shown[f"{op}_p95_s"] = quantile_s(each, 0.95)
     return shown
 
 
@@ -220,10 +220,12 @@ def _mean_s(histogram: Mapping[str, Any]) -> float:
     return histogram["sum"] / histogram["count"] if histogram["count"] else 0.0
 
 
-def quantile_s(histogram: Mapping[str, Any], share: float) -> float:
-    """A quantile of a `Histogram.snapshot`: linear inside a bucket, as Prometheus has it; of what
-    lies above the last bound, that bound. 0 while nothing was observed."""
-    wanted, below, low = share * histogram["count"], 0, 0.0
+def quantile_s(histogram: Mapping[str, Any], fraction: float) -> float:
+    """A quantile of a `Histogram.snapshot`, with linear interpolation in a bucket as in Prometheus.
+
+    Above the last bound it is that bound. It is 0 for an empty histogram.
+    """
+    wanted, below, low = fraction * histogram["count"], 0, 0.0
     for bound, count in zip(histogram["bounds"], histogram["counts"], strict=False):
         if count and below + count >= wanted:
             return float(low + (bound - low) * (wanted - below) / count)

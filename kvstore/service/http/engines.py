@@ -1,9 +1,9 @@
-"""What engines hold, as they publish it: asked over HTTP, by whoever decides where a request goes.
+"""HTTP route for routers: the prefix that each engine has cached, from the events it publishes.
 
-For administrators: engines do not publish whose a block is.
+Requires the administrator, because engines do not publish the tenant of a block.
 
     POST /v1/engines    {"hashes": [hex, ...], "group": 0}
-    ->                  {"runs": {endpoint: {medium: blocks of the leading run}}}
+    ->                  {"prefix_blocks": {endpoint: {medium: cached blocks of the prefix}}}
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request
 
 from kvstore.events.engine_index import EngineIndex
-from kvstore.service.http.app import Service, bearer, hashes_in, in_time, small_body
+from kvstore.service.http.app import Service, bearer_token, hashes_in, json_body, receive_within
 
 
 def add_engines(app: FastAPI, service: Service, index: EngineIndex) -> None:
@@ -21,11 +21,11 @@ def add_engines(app: FastAPI, service: Service, index: EngineIndex) -> None:
 
     @app.post("/v1/engines")
     async def engines(request: Request) -> dict[str, Any]:
-        service.tenants.check_admin(bearer(request))
-        body = await in_time(small_body(request), service.transfer_s)
+        service.tenants.check_admin(bearer_token(request))
+        body = await receive_within(json_body(request), service.transfer_timeout_s)
         if not isinstance(body, dict) or not {"hashes"} <= set(body) <= {"hashes", "group"}:
-            raise HTTPException(422, 'the body is {"hashes": [hex, ...], "group": 0}')
+            raise HTTPException(422, 'the body must be {"hashes": [hex, ...], "group": 0}')
         group = body.get("group", 0)
         if type(group) is not int or group < 0:
-            raise HTTPException(422, "group is the number of a KV group, 0 for most models")
-        return {"runs": index.runs(hashes_in(body["hashes"]), group)}
+            raise HTTPException(422, "group must be the number of a KV group (0 for most models)")
+        return {"prefix_blocks": index.prefix_lengths(hashes_in(body["hashes"]), group)}

@@ -1,9 +1,9 @@
-"""What is held, listed: by tier, tenant and namespace, or block by block.
+"""HTTP route that lists blocks: in groups by tier, tenant and namespace, or one by one.
 
     GET /v1/ls?tier=disk&tenant=team-a&namespace=DIGEST&limit=100&blocks=true
 
-The administrator sees all of it, others their own tenant's. Lists are bounded; what did not fit is
-counted. A tier that cannot be listed, or not now, is named with the reason.
+The administrator sees all blocks, other callers those of their tenant. Lists are bounded, and the
+rest is counted ("left_off"). A tier that cannot be listed is named with the reason ("unlisted").
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from fastapi import FastAPI, Request
 
 from kvstore.blocks.key import Key
 from kvstore.errors import ConfigError, TierError
-from kvstore.service.auth import Unauthorised
-from kvstore.service.http.app import Service, bearer, namespace_in
+from kvstore.service.access.auth import Unauthorised
+from kvstore.service.http.app import Service, bearer_token, namespace_in
 from kvstore.store.locator import L2
 from kvstore.store.store import Store
 from kvstore.tiers.base import Tier
 
 MAX_LISTED: Final = 10_000
-"""Blocks in one answer, and groups."""
+"""Maximum number of blocks in one response, and of groups."""
 YIELD_EVERY: Final = 256
-"""Keys listed between two offers of the interpreter to other threads."""
+"""Keys listed between two pauses, in which other threads can run."""
 YIELD_S: Final = 0.0005
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is asked for; None: of any. blocks: each of them, not only their sums."""
+class ListFilter:
+    """The requested blocks; None: any. blocks: list each block, not only the sums."""
 
     tier: str | None
     tenant: str | None
@@ -40,14 +40,14 @@ class Wanted:
     blocks: bool
     limit: int
 
-    def takes(self, key: Key) -> bool:
+    def matches(self, key: Key) -> bool:
         return self.tenant in (None, key.tenant) and self.namespace in (None, key.namespace)
 
 
-class Listing:
-    """One answer in the making."""
+class BlockListing:
+    """Builds one response."""
 
-    def __init__(self, store: Store, wanted: Wanted) -> None:
+    def __init__(self, store: Store, wanted: ListFilter) -> None:
         self._wanted = wanted
         self._models = {name: space.model for name, space in store.namespaces().items()}
         self._groups: dict[tuple[str, str, str], dict[str, Any]] = {}
@@ -56,8 +56,8 @@ class Listing:
         self._unlisted: dict[str, str] = {}
 
     def add(self, tier: str, key: Key, nbytes: int, **more: Any) -> None:
-        """One block that a tier holds."""
-        if not self._wanted.takes(key):
+        """Add one block of a tier."""
+        if not self._wanted.matches(key):
             return
         where = (tier, key.tenant, key.namespace)
         group = self._groups.get(where)
@@ -77,12 +77,12 @@ class Listing:
             else:
                 self._left_off += 1
 
-    def cannot(self, tier: str, reason: str) -> None:
-        """A tier that is not listed, and why."""
+    def add_unlisted(self, tier: str, reason: str) -> None:
+        """Add a tier that cannot be listed, with the reason."""
         self._unlisted[tier] = " ".join(reason.split())
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON has it: the largest groups first, blocks in each tier's order."""
+    def as_json(self) -> dict[str, Any]:
+        """The response: the largest groups first, blocks in the tier's order."""
         groups = sorted(self._groups.values(), key=lambda group: -group["bytes"])
         kept = groups if self._wanted.blocks else groups[: self._wanted.limit]
         left_off = self._left_off + sum(group["blocks"] for group in groups[len(kept) :])
@@ -90,34 +90,34 @@ class Listing:
         return {**report, "blocks": self._blocks} if self._wanted.blocks else report
 
 
-def listed(store: Store, wanted: Wanted) -> dict[str, Any]:
-    """What `wanted` asks for. Reads tiers' lists, so it may take long, or hang with a tier.
+def list_blocks(store: Store, wanted: ListFilter) -> dict[str, Any]:
+    """List the blocks that `wanted` selects. Reads the tiers' lists: it may take long, or hang.
 
-    Raises ConfigError: no tier of that name.
+    Raises ConfigError: no tier has that name.
     """
-    tiers = store.regulator.tiers
+    tiers = store.limit_applier.tiers
     names = [L2, *(tier.name for tier in tiers)]
     if wanted.tier not in (None, *names):
-        raise ConfigError(f"unknown tier {wanted.tier!r}; one of {', '.join(names)} is right")
-    listing = Listing(store, wanted)
+        raise ConfigError(f"unknown tier {wanted.tier!r}; use one of {', '.join(names)}")
+    listing = BlockListing(store, wanted)
     if wanted.tier in (None, L2):
-        for block in store.brain.dials.held():
+        for block in store.manager.tunables.blocks():
             state = {"pinned": block.pinned, "leased": block.leased, "dirty": block.dirty}
             listing.add(L2, block.key, block.nbytes, hits=block.hits, **state)
     for tier in tiers:
         if wanted.tier in (None, tier.name):
             try:
-                for key, nbytes in _gently(tier):
+                for key, nbytes in _paced(tier):
                     listing.add(tier.name, key, nbytes)
             except NotImplementedError:
-                listing.cannot(tier.name, "it keeps no list of its blocks")
+                listing.add_unlisted(tier.name, "this tier has no list of its blocks")
             except (TierError, OSError) as error:
-                listing.cannot(tier.name, str(error))
-    return listing.plain()
+                listing.add_unlisted(tier.name, str(error))
+    return listing.as_json()
 
 
-def _gently(tier: Tier) -> Iterator[tuple[Key, int]]:
-    """A tier's list, at a pace that leaves the interpreter to others."""
+def _paced(tier: Tier) -> Iterator[tuple[Key, int]]:
+    """A tier's list, with pauses in which other threads can run."""
     for number, item in enumerate(tier.usage()):
         if number % YIELD_EVERY == YIELD_EVERY - 1:
             time.sleep(YIELD_S)
@@ -125,7 +125,7 @@ def _gently(tier: Tier) -> Iterator[tuple[Key, int]]:
 
 
 def add_listing(app: FastAPI, service: Service) -> None:
-    """The route."""
+    """Add the route."""
 
     @app.get("/v1/ls")
     async def ls(
@@ -136,11 +136,13 @@ def add_listing(app: FastAPI, service: Service) -> None:
         blocks: bool = False,
         limit: int = 100,
     ) -> dict[str, Any]:
-        mine = service.tenants.sees(bearer(request))
+        mine = service.tenants.visible_tenant(bearer_token(request))
         if mine is not None and tenant not in (None, mine):
-            raise Unauthorised("another tenant's blocks are listed with the admin token")
+            raise Unauthorised("listing another tenant's blocks requires the admin auth token")
         if not 1 <= limit <= MAX_LISTED:
-            raise ConfigError(f"limit = {limit}; 1 to {MAX_LISTED} is right")
+            raise ConfigError(f"limit = {limit}: must be 1 to {MAX_LISTED}")
         space = None if namespace is None else namespace_in(namespace)
-        wanted = Wanted(tier, mine or tenant, space, blocks, limit)
-        return await service.look_after(listed, service.store, wanted, lane=service.listing)
+        wanted = ListFilter(tier, mine or tenant, space, blocks, limit)
+        return await service.run_admin_call(
+            list_blocks, service.store, wanted, bulkhead=service.list_calls
+        )

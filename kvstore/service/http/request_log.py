@@ -1,8 +1,7 @@
-"""Every HTTP request: its id, its line in the log, its count, its span where traces are made.
+"""Request middleware: gives each HTTP request an id, a log line, a count and a trace span.
 
-The id is the caller's (`X-Request-Id`) or a new one; it goes back with the answer and stands in
-every line that is logged while the request is served. Also what the reference engine's server is
-wrapped in.
+The id is the caller's `X-Request-Id`, or a new one. It is returned with the response, and is in
+every log line of the request. The reference engine's server uses this middleware too.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from kvstore.telemetry.histogram import Histogram
 from kvstore.telemetry.logs import REQUEST_ID, TRACE_ID
 from kvstore.telemetry.tracing import Tracer
 
-QUIET: Final = frozenset({"/healthz", "/readyz", "/metrics", "/health", "/v1/dashboard"})
-"""Asked every few seconds by machines: logged as details."""
+QUIET_PATHS: Final = frozenset({"/healthz", "/readyz", "/metrics", "/health", "/v1/dashboard"})
+"""Polled every few seconds: logged at debug level."""
 METHODS: Final = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"})
 MAX_PATHS: Final = 128
-"""Pairs of method and route that are counted apart; an application has fewer."""
+"""Pairs of method and route with their own counters; an application has fewer."""
 CLIENT_GONE: Final = 499
-"""Status in the log of a request whose client hung up before an answer began."""
+"""Logged status of a request whose client closed the connection before the response began."""
 HEADER: Final = b"x-request-id"
 
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
@@ -37,13 +36,13 @@ log = logging.getLogger(__name__)
 
 
 class RequestCounts:
-    """Requests by method, route and status. On the event loop."""
+    """Counts requests by method, route and status. On the event loop."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str], tuple[Counter[str], Histogram]] = {}
 
     def count(self, method: str, path: str, status: int, seconds: float) -> None:
-        """One request was answered. path: the route's template, not what was asked for."""
+        """Count one answered request. path: the route's template, not the URL's path."""
         name = (method if method in METHODS else "OTHER", path)
         if name not in self._rows and len(self._rows) >= MAX_PATHS:
             name = ("OTHER", "(other)")
@@ -64,10 +63,10 @@ class RequestCounts:
         ]
 
 
-class Requests:
-    """ASGI middleware. A handler may add to its request's line: `scope["state"]["log"]`, a dict.
+class RequestMiddleware:
+    """ASGI middleware. A handler can add fields to its request's log line: `scope["state"]["log"]`.
 
-    counts: where to count; tracer: where to send spans.
+    counts: counts the requests. tracer: records their spans.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Requests:
         headers = dict(scope["headers"])
         given = headers.get(HEADER, b"")
         request_id = given.decode() if _ID.fullmatch(given) else uuid.uuid4().hex
-        # Each request has a task, and so a context, of its own.
+        # Each request has its own task, and so its own context.
         REQUEST_ID.set(request_id)
         fields: dict[str, Any] = {}
         scope.setdefault("state", {})["log"] = fields
@@ -105,7 +104,7 @@ class Requests:
             try:
                 await self._app(scope, receive, send_marked)
             except ClientDisconnect:
-                pass  # in the middle of its request: nobody is left to answer
+                pass  # in the middle of its request: there is no client left to answer
             except BaseException:
                 status = 500
                 raise
@@ -115,7 +114,7 @@ class Requests:
                 self._counts.count(scope["method"], path, status, seconds)
                 about = {"method": scope["method"], "path": scope["path"], "status": status}
                 if span is not None:
-                    span.ends(path, {**about, "request_id": request_id, **fields})
+                    span.end(path, {**about, "request_id": request_id, **fields})
                 level = _level(path, status)
                 line = {**about, "ms": round(seconds * 1e3, 3), **fields}
                 log.log(level, "request", extra={"fields": line})
@@ -124,4 +123,4 @@ class Requests:
 def _level(path: str, status: int) -> int:
     if status >= 500:
         return logging.WARNING
-    return logging.DEBUG if path in QUIET and status < 400 else logging.INFO
+    return logging.DEBUG if path in QUIET_PATHS and status < 400 else logging.INFO

@@ -1,1 +1,1 @@
-"""The Unix-socket side of the sidecar: one connection per engine, control messages only."""
+"""The sidecar's Unix-socket server: one connection per engine, control messages only."""

@@ -1,20 +1,23 @@
-"""One engine on the sidecar's socket: verbs in, updates out, and leases bound to a life.
+"""One engine's connection on the sidecar's socket: requests in, updates out, leases until the end.
 
-Two threads per connection. The *reader* takes verbs and answers each as far as it can be answered
-at once; the *pusher* waits in `session.poll` while some ticket is not done, and sends what moved
-(it sleeps through what the reader answers in full: waking it costs as much as a small verb). Both
-send under the connection's lock, blocking: a client that does not read its answers blocks them, so
-it is not read any more either, and nothing piles up here but what its bounded tickets can hold.
+Each connection has two threads. The *reader* reads requests and answers each as far as it can at
+once. The *pusher* waits in `session.poll` while an operation is not done, and sends its updates. It
+sleeps while the reader answers in full, because waking it costs as much as a small request. Both
+send under the connection's lock, and block. So a client that reads no answers is not read either,
+and the memory for it is bounded by its operations.
 
-**When leases come back.** Only at the end of a connection, and only on proof that no copy of the
-client's can run any more (`protocol`, the safety rule). The proof is either its word, a BYE that
-was read, or the end of its process. A client that breaks the protocol is told so and not read any
-more; its session stays. Even an end-of-stream is not enough by itself, for a client could have shut
-down one direction only: the reader waits for the hang-up of both. And a hang-up of both is not
-enough where leases are out: a dying process gives up its memory, then its files, in no order that
-counts, and the device copies on until its driver's file is closed. Only after all of them does the
-process itself count as ended, and that is what is waited for. Where the system does not show the
-process (another pid namespace), the hang-up has to do.
+**When leases are released.** Only at the end of a connection, and only with proof that no copy by
+the client can still run (the safety rule in `protocol`). The proof is one of two:
+
+- the client's GOODBYE message,
+- the end of the client's process.
+
+After a protocol error the sidecar reads no further messages, and the session stays. An
+end-of-stream is not a proof, because a client can shut down one direction only, so the reader waits
+until both directions are closed. That is not a proof either while leases exist. A dying process
+frees its memory and then closes its files, in any order, and the device copies until the file of
+its driver is closed. The process ends after all of them, so the reader waits for the process. If
+the system does not show the process (another pid namespace), the closed connection is the proof.
 """
 
 from __future__ import annotations
@@ -27,68 +30,69 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from kvstore.interface import Load, Match, Save, Ticket
+from kvstore.interface import Load, Match, Operation, Save
 from kvstore.ipc.protocol import (
-    MAX_TICKETS,
-    Malformed,
+    MAX_OPERATIONS,
+    MalformedMessage,
+    MessageType,
     Receiver,
-    Verb,
     check_hashes,
     check_number,
     pack,
 )
-from kvstore.service.ipc.op_stats import Ears
-from kvstore.service.ipc.sockets import Peer, await_hang_up
+from kvstore.service.ipc.op_stats import OpStats
+from kvstore.service.ipc.sockets import Peer, wait_for_hang_up
 from kvstore.store.session import Session
 
 log = logging.getLogger(__name__)
 
 POLL_S: Final = 1.0
-"""How long a pusher waits in one poll: bounds how late it notices that its connection is over."""
+"""Longest wait of the pusher in one poll, and so its delay in noticing the connection's end."""
 
 
-class Live:
-    """A ticket of a client, and how much of it the client has been told."""
+class ActiveOperation:
+    """An operation of a client, and how much of it was sent to the client."""
 
-    __slots__ = ("number", "ticket", "told", "told_done")
+    __slots__ = ("number", "operation", "sent", "sent_done")
 
-    def __init__(self, number: int, ticket: Ticket) -> None:
+    def __init__(self, number: int, operation: Operation) -> None:
         self.number = number
-        self.ticket = ticket
-        self.told = 0
-        self.told_done = False
+        self.operation = operation
+        self.sent = 0
+        self.sent_done = False
 
-    def news(self) -> bytes:
-        """The update that tells what is new, or nothing. Under the connection's lock.
+    def pending_updates(self) -> bytes:
+        """The update message with everything not sent yet; empty when there is nothing.
 
-        `done` is read first: the store writes it last, so what is read after it is complete.
+        Under the connection's lock. `done` is read first: the store writes it last, so the fields
+        read after it are complete.
         """
-        ticket = self.ticket
-        done = ticket.done
-        head = (Verb.UPDATE, self.number, done, ticket.fault if done else "")
+        operation = self.operation
+        done = operation.done
+        head = (MessageType.UPDATE, self.number, done, operation.fault if done else "")
         tail: tuple[Any, ...]
-        if isinstance(ticket, Match):
-            end = len(ticket.tiers)
-            tail = (ticket.tiers[self.told : end], ticket.behind if done else [])
-        elif isinstance(ticket, Load):
-            # Tiers are appended before slots, so there is one for every slot seen here.
-            end = len(ticket.slots)
-            tail = (ticket.tiers[self.told : end], ticket.slots[self.told : end])
+        if isinstance(operation, Match):
+            end = len(operation.tiers)
+            tail = (operation.tiers[self.sent : end], operation.beyond_gap if done else [])
+        elif isinstance(operation, Load):
+            # Tiers are appended before slots, so every slot seen here has its tier.
+            end = len(operation.slots)
+            tail = (operation.tiers[self.sent : end], operation.slots[self.sent : end])
         else:
-            assert isinstance(ticket, Save)
-            end = len(ticket.grants)
-            flat = [number for grant in ticket.grants[self.told : end] for number in grant]
-            tail = (flat, ticket.dropped)
-        if end == self.told and done == self.told_done:
+            assert isinstance(operation, Save)
+            end = len(operation.slot_assignments)
+            assignments = operation.slot_assignments[self.sent : end]
+            tail = ([number for pair in assignments for number in pair], operation.dropped)
+        if end == self.sent and done == self.sent_done:
             return b""
-        self.told, self.told_done = end, done
+        self.sent, self.sent_done = end, done
         return pack(*head, *tail)
 
 
 class Connection:
-    """One engine on the socket, after its hello.
+    """One engine on the socket, after its handshake.
 
-    stopping: a file descriptor that is readable once the sidecar ends: nobody is waited for then.
+    stopping: a file descriptor, readable once the sidecar ends; it ends every wait for a process.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class Connection:
         *,
         about: str,
         number: int,
-        ears: Ears,
+        op_stats: OpStats,
         stopping: int,
     ) -> None:
         self.sock = sock
@@ -108,41 +112,47 @@ class Connection:
         self.over = threading.Event()
         self._receiver = receiver
         self._session = session
-        self._live: dict[int, Live] = {}
-        self._by_store_id: dict[int, Live] = {}
+        self._operations: dict[int, ActiveOperation] = {}
+        self._by_operation_id: dict[int, ActiveOperation] = {}
         self._lock = threading.Lock()
         self._undone: set[int] = set()
-        self._any_undone = threading.Event()
-        self._ears = ears
+        self._has_undone = threading.Event()
+        self._op_stats = op_stats
         self._stopping = stopping
         self._peer = Peer(sock)
-        self._said_bye = False
-        self._pusher = threading.Thread(target=self._push, name=f"push-{number}", daemon=True)
+        self._said_goodbye = False
+        self._pusher = threading.Thread(target=self._run_pusher, name=f"push-{number}", daemon=True)
 
     def serve(self) -> None:
-        """Run until the client is gone, and then give its leases back. In the reader's thread."""
+        """Serve the client until it is gone, then release its leases. In the reader's thread."""
         try:
             self._pusher.start()
         except RuntimeError as error:
-            log.error("%s is sent away: %s", self, error)
-            self.end()  # no verb was read, so it has no lease
+            log.error("%s: connection closed, cannot start a thread: %s", self, error)
+            self.end()  # no request was read, so there is no lease
             return
         try:
             self._read()
         except Exception:
-            # A mistake of ours; the client is alive, so its leases stay all the same.
-            log.exception("%s is not read any more", self)
-        await_hang_up(self.sock)
+            # The client is alive, so its leases stay.
+            log.exception(
+                "%s: internal error; no further messages are read "
+                "(leases stay until the process exits)",
+                self,
+            )
+        wait_for_hang_up(self.sock)
         self.over.set()
-        self._any_undone.set()
-        if not self._said_bye and self._leases_out():
-            log.info("%s hung up with leases; they wait for the end of its process", self)
-            self._peer.await_end(self._stopping)
+        self._has_undone.set()
+        if not self._said_goodbye and self._may_have_leases():
+            log.info(
+                "%s closed the connection with leases; they stay until its process exits", self
+            )
+            self._peer.wait_for_exit(self._stopping)
         self.end()
         self._pusher.join()
 
     def end(self) -> None:
-        """Give every lease back. No copy of the client's can run, or the sidecar ends."""
+        """Release every lease. No copy of the client can run, or the sidecar ends."""
         self._session.close()
         self._peer.close()
 
@@ -152,11 +162,11 @@ class Connection:
             "about": self.about,
             "tenant": self._session.tenant,
             "namespace": self._session.namespace.digest,
-            "tickets": len(self._live),
+            "operations_in_flight": len(self._operations),
         }
 
     def _read(self) -> None:
-        """Handle verbs until the end of the stream, a BYE, or nonsense."""
+        """Handle messages until the end of the stream, a GOODBYE, or a protocol error."""
         while True:
             try:
                 message = self._receiver.read()
@@ -165,129 +175,141 @@ class Connection:
                 start_s = time.perf_counter()
                 if not self._handle(message):
                     return
-                self._ears.handled(message[0], time.perf_counter() - start_s, self._session)
+                seconds = time.perf_counter() - start_s
+                self._op_stats.record_request(message[0], seconds, self._session)
             except TimeoutError:
                 continue
-            except (Malformed, ValueError, IndexError) as error:
-                log.warning("%s breaks the protocol and is not read any more: %s", self, error)
+            except (MalformedMessage, ValueError, IndexError) as error:
+                log.warning("%s: protocol error, no further messages are read: %s", self, error)
                 return
             except (BrokenPipeError, ConnectionResetError):
-                continue  # it does not hear any more; what it said before is read to the end
+                continue  # it reads no answers any more; its earlier messages are read to the end
             except OSError as error:
                 log.info("%s: %s", self, error)
                 return
 
     def _handle(self, message: list[Any]) -> bool:
-        """One message; False when it was the last."""
-        verb = message[0]
-        if verb in (Verb.MATCH, Verb.LOAD, Verb.SAVE):
+        """Handle one message. False for the last message."""
+        kind = message[0]
+        if kind in (MessageType.MATCH, MessageType.LOAD, MessageType.SAVE):
             _, number, hashes = message
-            self._ask(verb, check_number(number), check_hashes(hashes))
-        elif verb == Verb.COMMIT:
-            _, number, grants = message
-            self._hand_back(check_number(number), check_number(grants))
-        elif verb == Verb.RELEASE:
+            self._start_operation(kind, check_number(number), check_hashes(hashes))
+        elif kind == MessageType.COMMIT:
+            _, number, assignments = message
+            self._finish_operation(check_number(number), check_number(assignments))
+        elif kind == MessageType.RELEASE:
             _, number = message
-            self._hand_back(check_number(number), None)
-        elif verb == Verb.ASKED:
+            self._finish_operation(check_number(number), None)
+        elif kind == MessageType.LOOKUP_REPORT:
             _, hashes = message
-            self._ears.matched(self._session, check_hashes(hashes))
-            self._session.asked(hashes)
-        elif verb == Verb.PING:
+            self._op_stats.record_lookup(self._session, check_hashes(hashes))
+            self._session.record_lookup(hashes)
+        elif kind == MessageType.PING:
             _, number = message
-            self._send(pack(Verb.PONG, check_number(number)))
-        elif verb == Verb.BYE:
-            self._bye()
+            self._send(pack(MessageType.PONG, check_number(number)))
+        elif kind == MessageType.GOODBYE:
+            self._goodbye()
             return False
         else:
-            raise Malformed(f"verb {verb!r} is none of a client's")
+            raise MalformedMessage(f"message type {kind!r} is not one that a client sends")
         return True
 
-    def _ask(self, verb: int, number: int, hashes: Sequence[bytes]) -> None:
-        if number in self._live:
-            raise Malformed(f"ticket {number} is in use")
-        if len(self._live) >= 2 * MAX_TICKETS:
-            raise Malformed(f"more than {2 * MAX_TICKETS} tickets")
-        if verb == Verb.MATCH:
-            self._ears.matched(self._session, hashes)
-        ask: Callable[[Sequence[bytes]], Ticket] = {
-            Verb.MATCH: self._session.match,
-            Verb.LOAD: self._session.load,
-            Verb.SAVE: self._session.save,
-        }[Verb(verb)]
-        ticket = ask(hashes)
-        live = Live(number, ticket)
+    def _start_operation(self, kind: int, number: int, hashes: Sequence[bytes]) -> None:
+        if number in self._operations:
+            raise MalformedMessage(f"operation {number} is in use")
+        if len(self._operations) >= 2 * MAX_OPERATIONS:
+            raise MalformedMessage(f"more than {2 * MAX_OPERATIONS} operations")
+        if kind == MessageType.MATCH:
+            self._op_stats.record_lookup(self._session, hashes)
+        start: Callable[[Sequence[bytes]], Operation] = {
+            MessageType.MATCH: self._session.match,
+            MessageType.LOAD: self._session.load,
+            MessageType.SAVE: self._session.save,
+        }[MessageType(kind)]
+        operation = start(hashes)
+        active = ActiveOperation(number, operation)
         with self._lock:
-            self._live[number] = live
-            self._by_store_id[ticket.ticket_id] = live
+            self._operations[number] = active
+            self._by_operation_id[operation.operation_id] = active
             self._undone.add(number)
-            self._tell(live)
+            self._send_update(active)
             if number in self._undone:
-                self._any_undone.set()
-        self._tell_moved(0.0)
+                self._has_undone.set()
+        self._send_changed(0.0)
 
-    def _hand_back(self, number: int, grants: int | None) -> None:
-        """Release a ticket, or commit it when the client saw every grant of it."""
+    def _finish_operation(self, number: int, assignments: int | None) -> None:
+        """Release an operation; commit a save whose slot assignments the client has all seen.
+
+        assignments: the number that the client has seen; None: the client does not commit.
+        """
         with self._lock:
-            live = self._live.get(number)
-            if live is None:
-                raise Malformed(f"ticket {number} is not outstanding")
-            ticket = live.ticket
-            if isinstance(ticket, Match) or (grants is not None and not isinstance(ticket, Save)):
-                raise Malformed(f"ticket {number} cannot be handed back like this")
-            del self._live[number]
-            del self._by_store_id[ticket.ticket_id]
+            active = self._operations.get(number)
+            if active is None:
+                raise MalformedMessage(f"operation {number} is not in flight")
+            operation = active.operation
+            if isinstance(operation, Match) or (
+                assignments is not None and not isinstance(operation, Save)
+            ):
+                raise MalformedMessage(f"operation {number} cannot be committed or released")
+            del self._operations[number]
+            del self._by_operation_id[operation.operation_id]
             self._undone.discard(number)
-        assert isinstance(ticket, (Load, Save))
-        if isinstance(ticket, Save) and ticket.done and grants == len(ticket.grants):
-            self._session.commit(ticket)
+        assert isinstance(operation, (Load, Save))
+        if (
+            isinstance(operation, Save)
+            and operation.done
+            and assignments == len(operation.slot_assignments)
+        ):
+            self._session.commit(operation)
         else:
-            self._session.release(ticket)
+            self._session.release(operation)
 
-    def _tell(self, live: Live) -> None:
-        """Send what is new of a ticket. Under the lock; blocks while the client does not read."""
-        data = live.news()
+    def _send_update(self, active: ActiveOperation) -> None:
+        """Send the pending updates of an operation. Under the lock; blocks until they are sent."""
+        data = active.pending_updates()
         if data:
             self.sock.sendall(data)
-        if not live.told_done:
+        if not active.sent_done:
             return
-        self._undone.discard(live.number)
-        if isinstance(live.ticket, Match):
-            del self._live[live.number]
-            del self._by_store_id[live.ticket.ticket_id]
+        self._undone.discard(active.number)
+        if isinstance(active.operation, Match):
+            del self._operations[active.number]
+            del self._by_operation_id[active.operation.operation_id]
 
-    def _tell_moved(self, timeout_s: float) -> None:
-        """Send what the session says has moved, waiting for the first up to `timeout_s`."""
-        for ticket in self._session.poll(timeout_s):
+    def _send_changed(self, timeout_s: float) -> None:
+        """Send updates of the operations that changed; wait up to `timeout_s` for the first."""
+        for operation in self._session.poll(timeout_s):
             with self._lock:
-                live = self._by_store_id.get(ticket.ticket_id)
-                if live is not None:
-                    self._tell(live)
+                active = self._by_operation_id.get(operation.operation_id)
+                if active is not None:
+                    self._send_update(active)
 
-    def _push(self) -> None:
-        """The pusher: sends what moves after the verb was answered."""
+    def _run_pusher(self) -> None:
+        """The pusher's thread: sends the changes that come after the reader's answer."""
         while not self.over.is_set():
-            self._any_undone.wait()
+            self._has_undone.wait()
             try:
-                self._tell_moved(POLL_S)
+                self._send_changed(POLL_S)
             except OSError:
-                return  # the reader meets the same end
+                return  # the reader gets the same error
             with self._lock:
                 if not self._undone and not self.over.is_set():
-                    self._any_undone.clear()
+                    self._has_undone.clear()
 
-    def _leases_out(self) -> bool:
-        """Whether the client has tickets that may hold slots."""
+    def _may_have_leases(self) -> bool:
+        """Whether the client has operations that may have leases on slots."""
         with self._lock:
-            return any(not isinstance(live.ticket, Match) for live in self._live.values())
+            return any(
+                not isinstance(active.operation, Match) for active in self._operations.values()
+            )
 
     def _send(self, data: bytes) -> None:
         with self._lock:
             self.sock.sendall(data)
 
-    def _bye(self) -> None:
-        """The client says that no copy runs and waits for our hang-up before it closes."""
-        self._said_bye = True
+    def _goodbye(self) -> None:
+        """The client has no copy running, and waits for our hang-up before it closes."""
+        self._said_goodbye = True
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 

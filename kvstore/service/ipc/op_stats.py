@@ -1,50 +1,57 @@
-"""What the hot path hears, for statistics: how long each verb takes, which runs are asked for."""
+"""Statistics of the socket: the time of each operation, and the prefixes that clients look up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
-from kvstore.ipc.protocol import Verb
+from kvstore.ipc.protocol import MessageType
 from kvstore.store.session import Session
 from kvstore.telemetry.histogram import Histogram
 from kvstore.telemetry.usage_counters import Record
 
-Asked: TypeAlias = Callable[[str, str, Sequence[bytes]], None]
-"""Told of a run that is asked for: tenant, namespace digest, hashes. Must return at once."""
+OnLookup: TypeAlias = Callable[[str, str, Sequence[bytes]], None]
+"""Called for each prefix lookup: tenant, namespace digest, hashes. Must return at once."""
 
-VERBS: Final = (Verb.MATCH, Verb.LOAD, Verb.SAVE, Verb.COMMIT, Verb.RELEASE, Verb.PING)
+OPERATIONS: Final = (
+    MessageType.MATCH,
+    MessageType.LOAD,
+    MessageType.SAVE,
+    MessageType.COMMIT,
+    MessageType.RELEASE,
+    MessageType.PING,
+)
 
 
-class Ears:
-    """Shared by all connections; called from their threads."""
+class OpStats:
+    """Statistics of all connections; called from their threads."""
 
-    def __init__(self, asked: Asked | None, record: Record | None) -> None:
-        self._asked = asked
+    def __init__(self, on_lookup: OnLookup | None, record: Record | None) -> None:
+        self._on_lookup = on_lookup
         self._record = record
-        self._seconds = {int(verb): Histogram() for verb in VERBS}
+        self._seconds = {int(operation): Histogram() for operation in OPERATIONS}
 
-    def handled(self, verb: int, seconds: float, session: Session) -> None:
-        """A client's verb was handled in so many seconds."""
-        histogram = self._seconds.get(verb)
+    def record_request(self, operation: int, seconds: float, session: Session) -> None:
+        """Record the time that the sidecar took to handle one request."""
+        histogram = self._seconds.get(operation)
         if histogram is None:
             return
         histogram.observe(seconds)
-        if self._record is not None and verb != Verb.PING:
+        if self._record is not None and operation != MessageType.PING:
             about = {
                 "kvstore.tenant": session.tenant,
                 "kvstore.namespace": session.namespace.digest,
             }
-            self._record(f"verb {Verb(verb).name.lower()}", seconds, about)
+            self._record(f"request {MessageType(operation).name.lower()}", seconds, about)
 
-    def matched(self, session: Session, hashes: Sequence[bytes]) -> None:
-        """A client asks for a run."""
-        if self._asked is not None:
-            self._asked(session.tenant, session.namespace.digest, hashes)
+    def record_lookup(self, session: Session, hashes: Sequence[bytes]) -> None:
+        """Report a client's lookup of a prefix."""
+        if self._on_lookup is not None:
+            self._on_lookup(session.tenant, session.namespace.digest, hashes)
 
-    def seconds(self) -> dict[str, Any]:
-        """By the verb's name, how long handling takes (histograms)."""
+    def request_seconds(self) -> dict[str, Any]:
+        """Histograms of the handling time, by the operation's name."""
         return {
-            Verb(verb).name.lower(): histogram.snapshot()
-            for verb, histogram in self._seconds.items()
+            MessageType(operation).name.lower(): histogram.snapshot()
+            for operation, histogram in self._seconds.items()
         }

@@ -1,7 +1,7 @@
-"""The sidecar's hot path: `BlockStore` for the engines of this node, over a Unix socket.
+"""The sidecar's Unix-socket server: `BlockStore` for the engines of this node.
 
-Here clients are let in: accepted, asked who they are, given the slab. What becomes of one after
-that, and when its leases come back, is said in `connection`.
+This module accepts clients, does the handshake and sends them the slab. Module `connection` serves
+a client after that, and documents when its leases are released.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from kvstore.ipc.protocol import (
     MAX_HELLO_BYTES,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
-    Malformed,
+    MalformedMessage,
+    MessageType,
     Receiver,
-    Verb,
-    namespace_of,
     pack,
+    parse_namespace,
 )
-from kvstore.service.auth import Tenants
-from kvstore.service.http.visibility import seen_by
-from kvstore.service.index_builder import Keeper
+from kvstore.service.access.auth import Tenants
+from kvstore.service.access.visibility import visible_stats
 from kvstore.service.ipc.connection import Connection
-from kvstore.service.ipc.op_stats import Asked, Ears
+from kvstore.service.ipc.index_builder import IndexBuilder
+from kvstore.service.ipc.op_stats import OnLookup, OpStats
 from kvstore.service.ipc.sockets import set_timeouts
 from kvstore.store.session import Session
 from kvstore.store.store import Store
-from kvstore.telemetry.histogram import check_route
+from kvstore.telemetry.traffic import check_traffic_label
 from kvstore.telemetry.usage_counters import Record
 
 log = logging.getLogger(__name__)
 
-MAX_NAME: Final = 64
-"""Characters kept of what a client calls itself."""
+MAX_NAME_CHARS: Final = 64
+"""Characters kept of a client's name."""
 ACCEPT_PAUSE_S: Final = 0.2
-"""How long taking clients rests when the system has no room for one more."""
+"""Pause after a failed accept, for example when no file descriptor is free."""
 
 
-class HotPath:
+class SocketServer:
     """The listening socket (`sockets.listen`) and its connections.
 
-    max_clients: connections at once; more are told to come again.
-    hello_s: how long a connection may take to say who it is.
-    stats: what a STATS_ASK is answered with.
-    asked: told of every run that a client asks for: tenant, namespace digest, hashes. From the
-        connections' threads; must return at once. record: likewise, of every verb.
+    max_clients: maximum number of connections; more are rejected and may retry.
+    handshake_timeout_s: longest time to the client's first message.
+    stats: the answer to a STATS_REQUEST.
+    on_lookup: called for each prefix lookup of a client. From the connections' threads; must return
+        at once. record: called for each request, likewise.
     """
 
     def __init__(
@@ -62,52 +62,56 @@ class HotPath:
         *,
         tenants: Tenants,
         max_clients: int,
-        hello_s: float,
+        handshake_timeout_s: float,
         stats: Callable[[], dict[str, Any]],
-        asked: Asked | None = None,
+        on_lookup: OnLookup | None = None,
         record: Record | None = None,
     ) -> None:
         self._store = store
-        self._ears = Ears(asked, record)
+        self._op_stats = OpStats(on_lookup, record)
         self._tenants = tenants
         self._max_clients = max_clients
-        self._hello_s = hello_s
+        self._handshake_timeout_s = handshake_timeout_s
         self._stats = stats
         self._lock = threading.Lock()
         self._connections: dict[int, Connection] = {}
         self._sockets: dict[int, socket.socket] = {}
         self._threads: set[threading.Thread] = set()
         self._stopping = False
-        self._counts = {"connections": 0, "refused": 0}
+        self._counts = {"connections": 0, "rejected": 0}
         self._listener = listener
-        self._keeper = Keeper(store)
-        self._told_to_stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._index_builder = IndexBuilder(store)
+        self._stop_event = os.eventfd(0, os.EFD_CLOEXEC)
         self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
 
-    def bound(self, max_clients: int, hello_s: float) -> None:
-        """From here on, these bounds; who is connected already stays."""
+    def set_limits(self, max_clients: int, handshake_timeout_s: float) -> None:
+        """Change the limits. Connected clients stay."""
         self._max_clients = max_clients
-        self._hello_s = hello_s
+        self._handshake_timeout_s = handshake_timeout_s
 
     def start(self) -> None:
-        """Begin to accept."""
-        self._keeper.start()
+        """Start accepting clients."""
+        self._index_builder.start()
         self._acceptor.start()
 
     def snapshot(self) -> dict[str, Any]:
-        """Clients and their tickets, for statistics."""
+        """Clients and their operations, for statistics."""
         with self._lock:
             clients = {str(n): c.snapshot() for n, c in self._connections.items()}
-        return {**self._counts, "clients": clients, "verb_seconds": self._ears.seconds()}
+        return {
+            **self._counts,
+            "clients": clients,
+            "request_seconds": self._op_stats.request_seconds(),
+        }
 
     def stop(self) -> None:
-        """End every connection and give the leases back.
+        """End every connection and release its leases.
 
-        For the end of the sidecar only: the slab goes with it, so no slot is used again, and what
-        a client still copies falls into memory that only that client has.
+        For the end of the sidecar only. The slab goes with it, so no slot is used again, and a copy
+        that still runs writes into memory that only its client has.
         """
-        # Connections end one by one: what one gives back, none of the others may take and fill.
-        self._store.brain.freeze()
+        # Connections end one by one: no connection may fill a slot that another one has released.
+        self._store.manager.freeze()
         with self._lock:
             self._stopping = True
             sockets = list(self._sockets.values())
@@ -116,40 +120,40 @@ class HotPath:
         if self._acceptor.is_alive():
             self._acceptor.join()
         self._listener.close()
-        os.eventfd_write(self._told_to_stop, 1)
+        os.eventfd_write(self._stop_event, 1)
         for sock in sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         for thread in list(self._threads):
             thread.join()
-        os.close(self._told_to_stop)
-        self._keeper.close()
+        os.close(self._stop_event)
+        self._index_builder.close()
 
     def _accept(self) -> None:
-        """The acceptor: goes on until told to stop, whatever the system refuses meanwhile."""
+        """The acceptor's thread: accepts until `stop`, and continues after errors."""
         number = 0
         while not self._stopping:
             try:
                 sock, _ = self._listener.accept()
             except OSError as error:
                 if not self._stopping:
-                    log.error("cannot take a client: %s", error)
+                    log.error("cannot accept a client: %s", error)
                     time.sleep(ACCEPT_PAUSE_S)
                 continue
             number += 1
             try:
-                reason = self._take(sock, number)
+                reason = self._start_reader(sock, number)
             except RuntimeError as error:
-                log.error("cannot take a client: %s", error)
+                log.error("cannot accept a client: %s", error)
                 reason = str(error)
             if reason:
-                self._refuse(sock, reason, again=True)
+                self._reject(sock, reason, retryable=True)
                 sock.close()
 
-    def _take(self, sock: socket.socket, number: int) -> str:
-        """Give a new connection its reader; else why it may come again later.
+    def _start_reader(self, sock: socket.socket, number: int) -> str:
+        """Start the reader of a new connection. Returns why the client is rejected, or "".
 
-        Raises RuntimeError: the system starts no thread.
+        Raises RuntimeError: the system cannot start a thread.
         """
         thread = threading.Thread(
             target=self._serve, args=(sock, number), name=f"read-{number}", daemon=True
@@ -157,22 +161,22 @@ class HotPath:
         with self._lock:
             if self._stopping or len(self._sockets) >= self._max_clients:
                 return f"{self._max_clients} clients are connected already"
-            # The thread takes itself off these; it waits for the lock.
+            # The thread removes itself from these, and waits for the lock to do it.
             thread.start()
             self._sockets[number] = sock
             self._threads.add(thread)
         return ""
 
     def _serve(self, sock: socket.socket, number: int) -> None:
-        """A connection's life, in its reader's thread."""
+        """Serve one connection, in its reader's thread."""
         try:
-            connection = self._welcome(sock, number)
+            connection = self._handshake(sock, number)
             if connection is not None:
                 connection.serve()
         except OSError as error:
             log.info("connection %d: %s", number, error)
         except Exception:
-            log.exception("connection %d ends by a mistake", number)
+            log.exception("connection %d: internal error, closing", number)
         finally:
             with self._lock:
                 self._connections.pop(number, None)
@@ -180,39 +184,39 @@ class HotPath:
                 self._threads.discard(threading.current_thread())
             sock.close()
 
-    def _welcome(self, sock: socket.socket, number: int) -> Connection | None:
-        """Take the hello; nothing is leased yet, so refusing and closing is safe here."""
-        set_timeouts(sock, self._hello_s)
+    def _handshake(self, sock: socket.socket, number: int) -> Connection | None:
+        """Read the HELLO. There are no leases yet, so rejecting and closing is safe here."""
+        set_timeouts(sock, self._handshake_timeout_s)
         receiver = Receiver(sock, MAX_HELLO_BYTES)
         try:
             message = receiver.read()
             if message is None:
                 return None
-            if message[0] == Verb.STATS_ASK and len(message) == 2:
+            if message[0] == MessageType.STATS_REQUEST and len(message) == 2:
                 token = message[1] if isinstance(message[1], str) else None
-                sees = self._tenants.sees(token)
-                sock.sendall(pack(Verb.STATS, seen_by(sees, self._stats())))
+                visible = self._tenants.visible_tenant(token)
+                sock.sendall(pack(MessageType.STATS, visible_stats(visible, self._stats())))
                 return None
-            if message[0] != Verb.HELLO or len(message) != 2 or type(message[1]) is not dict:
-                raise Malformed("the first message must be a hello")
+            if message[0] != MessageType.HELLO or len(message) != 2 or type(message[1]) is not dict:
+                raise MalformedMessage("the first message must be a HELLO")
             about = message[1]
-            tenant = self._tenants.of(about.get("token"))
-            namespace = namespace_of(about)
-            route = check_route(about.get("route", ""))
-            session = self._store.session(namespace, tenant, route=route)
+            tenant = self._tenants.tenant_of(about.get("token"))
+            namespace = parse_namespace(about)
+            label = check_traffic_label(about.get("route", ""))
+            session = self._store.session(namespace, tenant, traffic_label=label)
         except TimeoutError:
-            self._refuse(sock, f"no hello within {self._hello_s:g} s")
+            self._reject(sock, f"no HELLO within {self._handshake_timeout_s:g} s")
             return None
         except KVStoreError as error:
-            self._refuse(sock, " ".join(str(error).split()))
+            self._reject(sock, " ".join(str(error).split()))
             return None
         try:
-            return self._join(sock, receiver, session, about, number)
+            return self._add_client(sock, receiver, session, about, number)
         except BaseException:
             session.close()
             raise
 
-    def _join(
+    def _add_client(
         self,
         sock: socket.socket,
         receiver: Receiver,
@@ -220,44 +224,46 @@ class HotPath:
         about: dict[str, Any],
         number: int,
     ) -> Connection:
-        """Give a client the slab, and its connection a place among the others."""
+        """Register the connection and send the slab to the client."""
         set_timeouts(sock, 0.0)
         receiver.max_bytes = MAX_MESSAGE_BYTES
-        name = f"{str(about.get('client'))[:MAX_NAME]}, pid {about.get('pid')}, {session.tenant}"
+        name = (
+            f"{str(about.get('client'))[:MAX_NAME_CHARS]}, pid {about.get('pid')}, {session.tenant}"
+        )
         connection = Connection(
             sock,
             receiver,
             session,
             about=name,
             number=number,
-            ears=self._ears,
-            stopping=self._told_to_stop,
+            op_stats=self._op_stats,
+            stopping=self._stop_event,
         )
         with self._lock:
             self._connections[number] = connection
             self._counts["connections"] += 1
-        slab, catalog = self._store.slab, self._keeper.catalog
+        slab, index = self._store.slab, self._index_builder.index
         welcome = pack(
-            Verb.WELCOME,
+            MessageType.WELCOME,
             {
                 "version": PROTOCOL_VERSION,
                 "slots": slab.slots,
                 "slot_bytes": slab.slot_bytes,
                 "session": number,
-                "salt": catalog.salt(session.tenant, session.namespace.digest),
+                "salt": index.seed(session.tenant, session.namespace.digest),
             },
         )
         try:
-            socket.send_fds(sock, [welcome], [slab.fd, catalog.fd])
+            socket.send_fds(sock, [welcome], [slab.fd, index.fd])
         except BaseException:
             connection.end()
             raise
-        log.info("%s joined", connection)
+        log.info("%s connected", connection)
         return connection
 
-    def _refuse(self, sock: socket.socket, reason: str, *, again: bool = False) -> None:
+    def _reject(self, sock: socket.socket, reason: str, *, retryable: bool = False) -> None:
         with self._lock:
-            self._counts["refused"] += 1
-        log.info("refused a client: %s", reason)
+            self._counts["rejected"] += 1
+        log.info("client rejected: %s", reason)
         with contextlib.suppress(OSError):
-            sock.sendall(pack(Verb.REFUSED, reason, again))
+            sock.sendall(pack(MessageType.REJECTED, reason, retryable))

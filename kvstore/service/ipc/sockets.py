@@ -1,4 +1,4 @@
-"""The Unix socket's plumbing: making it, bounding it, telling when the other side is gone."""
+"""Unix-socket helpers: create it, set timeouts, detect the end of the peer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ BACKLOG: Final = 64
 
 
 def listen(path: str) -> socket.socket:
-    """A listening Unix socket at `path`; a dead one's file is replaced.
+    """A listening Unix socket at `path`. The file of a socket without a listener is replaced.
 
-    Raises ConfigError: somebody listens there already, the file is something else, or the socket
-    cannot be made.
+    Raises ConfigError: another process listens there, the file is not a socket, or the socket
+    cannot be created.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _clear_the_way(path)
+        _remove_stale_socket(path)
         sock.bind(path)
         os.chmod(path, 0o660)
         sock.listen(BACKLOG)
@@ -33,16 +33,16 @@ def listen(path: str) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ConfigError(
-            f"cannot make the socket {path!r}: {error.strerror or error}; give another --socket"
+            f"cannot create the socket {path!r}: {error.strerror or error}; give another --socket"
         ) from None
     return sock
 
 
-def _clear_the_way(path: str) -> None:
-    """Remove a socket file that nobody listens on any more."""
+def _remove_stale_socket(path: str) -> None:
+    """Remove a socket file without a listener."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise ConfigError(f"{path!r} exists and is no socket; give another --socket")
+            raise ConfigError(f"{path!r} exists and is not a socket; give another --socket")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -53,30 +53,30 @@ def _clear_the_way(path: str) -> None:
             os.unlink(path)
             return
         except BlockingIOError:
-            pass  # its backlog is full: somebody is there
-    raise ConfigError(f"socket in use: a sidecar listens on {path!r}; give another --socket")
+            pass  # its backlog is full: a process listens
+    raise ConfigError(f"a sidecar already listens on {path!r}; give another --socket")
 
 
 def set_timeouts(sock: socket.socket, seconds: float) -> None:
-    """Bound receiving and sending on a blocking socket; 0: wait as long as it takes."""
+    """Set the receive and send timeouts of a blocking socket. 0: no timeout."""
     whole = int(seconds)
     value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
-def await_hang_up(sock: socket.socket) -> None:
-    """Wait until both directions of the stream are over, reading nothing."""
+def wait_for_hang_up(sock: socket.socket) -> None:
+    """Wait until both directions of the stream are closed. Reads nothing."""
     poll = select.poll()
     poll.register(sock, 0)  # POLLHUP is always reported
     poll.poll()
 
 
 class Peer:
-    """The process that connected a Unix socket, to be waited for.
+    """The process that connected a Unix socket.
 
-    known: False where the system does not show it (a pid namespace that is not ours or below it, a
-    kernel or sandbox without pidfd_open).
+    known: False if the system does not show the process (it is in a pid namespace that we do not
+    see, or the kernel or sandbox has no pidfd_open).
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -86,9 +86,12 @@ class Peer:
     def known(self) -> bool:
         return self._fd is not None
 
-    def await_end(self, or_readable: int) -> None:
-        """Return once the process has ended, every file of its closed, or once the file descriptor
-        `or_readable` is readable; at once where the process is not known."""
+    def wait_for_exit(self, or_readable: int) -> None:
+        """Wait until the process has exited, with all its files closed.
+
+        Returns earlier if the file descriptor `or_readable` becomes readable, and at once if the
+        process is not known.
+        """
         if self._fd is None:
             return
         poll = select.poll()
@@ -103,21 +106,21 @@ class Peer:
 
 
 def _peer_process(sock: socket.socket) -> int | None:
-    """A pidfd of the process that connected `sock`, which is still connected; else None."""
+    """A pidfd of the process that connected `sock`. None if it is unknown or has hung up."""
     try:
         pid, _, _ = struct.unpack(
             "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         )
         if pid <= 0:
-            return None  # of a namespace we do not see into
+            return None  # in a pid namespace that we do not see
         fd = os.pidfd_open(pid)
         poll = select.poll()
         poll.register(sock, 0)
         if not poll.poll(0):
             return fd
-        os.close(fd)  # it has hung up: its pid may be another's by now
+        os.close(fd)  # it has hung up: another process may have its pid
     except OSError as error:
-        # Without descriptors or memory the client is turned away: it would be served unsafely.
+        # Without descriptors or memory the client is rejected: to serve it would be unsafe.
         if error.errno not in (errno.ESRCH, errno.ENOSYS, errno.EPERM, errno.EINVAL):
             raise
     return None

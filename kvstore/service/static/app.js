@@ -1,16 +1,16 @@
-// Asks the sidecar for its numbers every few seconds and shows them; does what the buttons say.
+// Fetches the sidecar's JSON every few seconds, shows it, and handles the buttons.
 
 import { el } from "./dom.js";
 import * as panels from "./panels.js";
 
-const EVERY_MS = 5000;
-const LIMIT_MS = 15000;
-const NOTICES_MAX = 4;
+const INTERVAL_MS = 5000;
+const TIMEOUT_MS = 15000;
+const MAX_NOTICES = 4;
 
-const state = { token: stored(sessionStorage, "kvstore-token"), paused: false, view: null, open: new Map(), said: [], fault: "" };
+const state = { token: stored(sessionStorage, "kvstore-token"), paused: false, view: null, open: new Map(), messages: [], error: "" };
 const $ = (id) => document.getElementById(id);
 
-// Storage may be forbidden; the page works without.
+// The browser may forbid storage. The page works without it.
 function stored(where, name) {
   try {
     return where.getItem(name) ?? "";
@@ -23,26 +23,26 @@ function store(where, name, value) {
   try {
     where.setItem(name, value);
   } catch (error) {
-    console.info("not kept:", error.message);
+    console.info("not stored:", error.message);
   }
 }
 
-async function ask(path, body) {
+async function request(path, body) {
   const headers = state.token ? { Authorization: `Bearer ${state.token}` } : {};
-  const options = { headers, signal: AbortSignal.timeout(LIMIT_MS) };
+  const options = { headers, signal: AbortSignal.timeout(TIMEOUT_MS) };
   if (body !== undefined) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
-  const answer = await fetch(path, options);
-  const json = await answer.json();
-  if (!answer.ok) throw Object.assign(new Error(json.error ?? `status ${answer.status}`), { status: answer.status });
+  const response = await fetch(path, options);
+  const json = await response.json();
+  if (!response.ok) throw Object.assign(new Error(json.error ?? `status ${response.status}`), { status: response.status });
   return json;
 }
 
 async function refresh() {
   try {
-    state.view = await ask("v1/dashboard");
-    state.fault = "";
+    state.view = await request("v1/dashboard");
+    state.error = "";
   } catch (error) {
-    state.fault = error.status === 401 ? `${error.message}. Give one under “Token”.` : `No answer from the sidecar: ${error.message}`;
+    state.error = error.status === 401 ? `${error.message}. Use the button “Auth token”.` : `No response from the sidecar: ${error.message}`;
   }
   render();
 }
@@ -76,7 +76,7 @@ function renderEven() {
   panels.even(state.view, Number($("rate").value) > 0 ? Number($("rate").value) : prefillRate());
 }
 
-// Given in the address (?prefill=8000), or typed in before.
+// From the address (?prefill=8000), or from earlier input.
 function prefillRate() {
   const given = Number(new URLSearchParams(location.search).get("prefill"));
   const kept = Number(stored(localStorage, "kvstore-prefill"));
@@ -85,58 +85,58 @@ function prefillRate() {
 
 function notices() {
   const lines = [];
-  if (state.fault) lines.push(["bad", state.fault]);
+  if (state.error) lines.push(["bad", state.error]);
   for (const [name, tier] of Object.entries(state.view?.tiers ?? {})) {
     if (tier.state === "down" || tier.state === "probing") {
-      lines.push(["bad", `Tier ${name} is ${tier.state === "down" ? "down" : "down and being tried"}: what is asked of it is a miss, what is written to it is lost to it. Engines go on.`]);
+      lines.push(["bad", `Tier ${name} is ${tier.state === "down" ? "down" : "down and being probed"}. Reads are misses and writes are dropped. Engines continue.`]);
     }
     if (tier.directories_down) lines.push(["warn", `Tier ${name}: ${tier.directories_down} of ${tier.directories} directories are down.`]);
   }
-  lines.push(...state.said);
+  lines.push(...state.messages);
   const fresh = lines.map(([kind, text]) => el("p", { class: `notice ${kind}` }, text));
   const place = $("notices");
   if (place.textContent !== lines.map(([, text]) => text).join("")) place.replaceChildren(...fresh);
 }
 
 function say(kind, text) {
-  state.said = [...state.said.slice(1 - NOTICES_MAX), [kind, text]];
+  state.messages = [...state.messages.slice(1 - MAX_NOTICES), [kind, text]];
   notices();
   setTimeout(() => {
-    state.said = state.said.filter((line) => line[1] !== text);
+    state.messages = state.messages.filter((line) => line[1] !== text);
     notices();
   }, 12000);
 }
 
-async function doing(words, work) {
+async function perform(failure, work) {
   try {
     say("good", await work());
   } catch (error) {
-    say("bad", `${words}: ${error.message}`);
+    say("bad", `${failure}: ${error.message}`);
   }
   await refresh();
 }
 
-async function runOf(chain) {
+async function prefixOf(chain) {
   const where = new URLSearchParams({ tenant: chain.tenant, namespace: chain.namespace, hash: chain.hash });
-  const { hashes } = await ask(`v1/dashboard/run?${where}`);
+  const { hashes } = await request(`v1/dashboard/prefix?${where}`);
   return { tenant: chain.tenant, namespace: chain.namespace, hashes };
 }
 
 const acts = {
-  pin: (chain) => doing("Not pinned", async () => {
-    const done = await ask("v1/pin", await runOf(chain));
+  pin: (chain) => perform("Not pinned", async () => {
+    const done = await request("v1/pin", await prefixOf(chain));
     return `Pinned ${done.pinned} of ${done.wanted} blocks${done.reason ? `: ${done.reason}` : "."}`;
   }),
-  unpin: (chain) => doing("Not unpinned", async () => `Unpinned ${(await ask("v1/unpin", await runOf(chain))).unpinned} blocks.`),
+  unpin: (chain) => perform("Not unpinned", async () => `Unpinned ${(await request("v1/unpin", await prefixOf(chain))).unpinned} blocks.`),
   clear: async (tier) => {
-    $("sure-text").textContent = `Everything in ${tier} goes, for every tenant. Engines compute it again.`;
+    $("sure-text").textContent = `All blocks in ${tier} are deleted, for every tenant. Engines compute them again.`;
     if ((await dialog("sure")) !== "yes") return;
-    await doing("Not cleared", async () => `Cleared ${(await ask(`v1/clear?tier=${encodeURIComponent(tier)}`, {})).cleared}.`);
+    await perform("Not cleared", async () => `Cleared ${(await request(`v1/clear?tier=${encodeURIComponent(tier)}`, {})).cleared}.`);
   },
 };
 
-// Opens a dialog; its answer once it is closed. The event of its end comes some time after it: by
-// then it may be open again, for another question.
+// Open a dialog; resolves with its result once it is closed. The close event arrives later: by then
+// the dialog may be open again, for another question.
 const answers = {};
 function dialog(id) {
   const box = $(id);
@@ -159,7 +159,7 @@ function theme(choice) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
 }
 
-function wire() {
+function start() {
   const choice = stored(localStorage, "kvstore-theme") || "auto";
   $("theme").value = choice;
   theme(choice);
@@ -171,7 +171,7 @@ function wire() {
   $("pause").addEventListener("click", () => {
     state.paused = !state.paused;
     $("pause").setAttribute("aria-pressed", String(state.paused));
-    $("pause").textContent = state.paused ? "Go on" : "Pause";
+    $("pause").textContent = state.paused ? "Continue" : "Pause";
   });
   $("access").addEventListener("click", async () => {
     $("token").value = state.token;
@@ -185,10 +185,10 @@ function wire() {
 
 async function live() {
   if (!state.paused && !document.hidden) await refresh();
-  setTimeout(live, EVERY_MS);
+  setTimeout(live, INTERVAL_MS);
 }
 
-wire();
+start();
 let resized = 0;
 addEventListener("resize", () => {
   clearTimeout(resized);

@@ -4,7 +4,7 @@ import { count, percent, seconds, svg, tone } from "./dom.js";
 
 const HIGH = 250;
 const NARROWEST = 280;
-// The picture is as many units wide as its place has pixels, so that letters keep their size.
+// The chart has one unit of width per pixel, so that its text keeps its size.
 let WIDE = 640;
 const PAD = { left: 52, right: 12, top: 10, bottom: 26 };
 
@@ -30,21 +30,21 @@ function grid(lines) {
     svg("text", { x: PAD.left - 6, y: up(share) + 4, "text-anchor": "end" }, text)));
 }
 
-// Hit shares of each step between samples: [{time, shares: [by tier]}]. A step in which nothing was
-// asked for has none. The counters begin anew when the sidecar does.
+// Hit rates between two samples: [{from, time, shares: [by tier]}]. A step without lookups is left out.
+// The counters restart with the sidecar.
 export function hitSteps(history, tiers) {
   const steps = [];
   for (let i = 1; i < history.time_s.length; i += 1) {
-    const asked = history.asked[i] - history.asked[i - 1];
-    if (asked <= 0) continue;
-    const shares = tiers.map((tier) => Math.max(0, (history.hits[tier]?.[i] ?? 0) - (history.hits[tier]?.[i - 1] ?? 0)) / asked);
+    const looked = history.lookup_tokens[i] - history.lookup_tokens[i - 1];
+    if (looked <= 0) continue;
+    const shares = tiers.map((tier) => Math.max(0, (history.hit_tokens[tier]?.[i] ?? 0) - (history.hit_tokens[tier]?.[i - 1] ?? 0)) / looked);
     const total = shares.reduce((sum, share) => sum + share, 0);
     steps.push({ from: history.time_s[i - 1], time: history.time_s[i], shares: total > 1 ? shares.map((share) => share / total) : shares });
   }
   return steps;
 }
 
-// Stacked steps, one colour for each tier.
+// Stacked steps, one colour per tier.
 export function hitChart(history, tiers) {
   const steps = hitSteps(history, tiers);
   if (!steps.length) return null;
@@ -65,19 +65,19 @@ export function hitChart(history, tiers) {
   });
   const mean = steps.reduce((sum, step) => sum + step.shares.reduce((a, b) => a + b, 0), 0) / steps.length;
   const ago = (at) => (last - at < 90 ? `${Math.round(last - at)} s ago` : `${Math.round((last - at) / 60)} min ago`);
-  return frame(`Hit rate over time, ${percent(mean)} in the mean of ${steps.length} samples`,
+  return frame(`Hit rate over time, ${percent(mean)} on average of ${steps.length} samples`,
     grid([[0, "0 %"], [0.5, "50 %"], [1, "100 %"]]), bars,
     svg("text", { x: PAD.left, y: HIGH - 8 }, ago(first)),
     svg("text", { x: across(0.5), y: HIGH - 8, "text-anchor": "middle" }, ago((first + last) / 2)),
     svg("text", { x: WIDE - PAD.right, y: HIGH - 8, "text-anchor": "end" }, "now"));
 }
 
-// Seconds to load n tokens from a tier: its readers work through the blocks side by side.
+// Seconds to load n tokens from a tier, whose workers read blocks in parallel.
 export function loadSeconds(tier, blockTokens, overhead, n) {
   return overhead + Math.ceil(n / blockTokens / Math.max(1, tier.workers_read)) * tier.read_mean_s;
 }
 
-// Tokens from which loading wins for good, or null: looked for up to a million.
+// Tokens from which loading is always faster, up to a million tokens; null if it never is.
 export function breakEven(tier, blockTokens, overhead, rate) {
   for (let n = blockTokens; n <= 1048576; n = Math.ceil(n * 1.02 / blockTokens) * blockTokens) {
     if (loadSeconds(tier, blockTokens, overhead, n) <= n / rate) {
@@ -88,7 +88,7 @@ export function breakEven(tier, blockTokens, overhead, rate) {
   return null;
 }
 
-// Time over length, both on logarithmic axes.
+// Time over prefix length, both on logarithmic axes.
 export function evenChart(rows, tiers, blockTokens, overhead, rate) {
   const low = 16;
   const high = 131072;
@@ -104,7 +104,7 @@ export function evenChart(rows, tiers, blockTokens, overhead, rate) {
   const ticks = [];
   for (let p = floor; p <= roof; p += 1) ticks.push([(p - floor) / (roof - floor), seconds(10 ** p)]);
   const marks = rows.filter((row) => row.even && row.even >= low && row.even <= high);
-  return frame(`Time to load against time to compute. ${rows.map((row) => row.words).join(" ")}`,
+  return frame(`Time to load and time to compute. ${rows.map((row) => row.words).join(" ")}`,
     grid(ticks),
     [16, 128, 1024, 8192, 65536].map((n) => svg("text", { x: x(n), y: HIGH - 8, "text-anchor": "middle" }, count(n))),
     svg("path", { class: "compute", d: line((n) => n / rate) }),

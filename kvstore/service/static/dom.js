@@ -1,9 +1,9 @@
-// Making elements and writing numbers. Text is always set as text, never read as markup: names of
-// models, tenants and routes come from outside.
+// Creates elements and formats numbers. Text is always set as text, never parsed as markup, because
+// names of models, tenants and traffic labels come from outside.
 
 const SVG = "http://www.w3.org/2000/svg";
 
-// An element: its attributes, and its children (elements or text).
+// Create an element with attributes and children (elements or text).
 export function el(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
@@ -22,7 +22,7 @@ function fill(node, attributes, children) {
   return node;
 }
 
-// Put new content into an element. Content that has not changed stays, and keeps its focus.
+// Replace the content of an element. Unchanged content stays, and keeps its focus.
 export function show(id, ...content) {
   const place = document.getElementById(id);
   const fresh = el("div", {}, ...content);
@@ -32,7 +32,7 @@ export function show(id, ...content) {
   if (focused) place.querySelector(`[data-focus="${CSS.escape(focused)}"]`)?.focus();
 }
 
-// A table that turns into cards on a narrow screen. columns: [name, class or ""], rows: of cells.
+// A table that becomes cards on a narrow screen. columns: [name, class or ""], rows: lists of cells.
 export function table(caption, columns, rows) {
   const head = el("tr", {}, columns.map(([name, kind]) => el("th", { scope: "col", class: kind }, name)));
   const body = rows.map((cells) =>
@@ -82,11 +82,11 @@ export function duration(value) {
   return `${Math.floor(minutes / 1440)} d`;
 }
 
-export function percent(share) {
-  return Number.isFinite(share) ? `${(share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %` : "–";
+export function percent(fraction) {
+  return Number.isFinite(fraction) ? `${(fraction * 100).toFixed(fraction > 0 && fraction < 0.1 ? 1 : 0)} %` : "–";
 }
 
-// The colour of a tier: by its place, from l2 down.
+// The colour class of a tier, by its position from l2 down.
 export function tone(tiers, name) {
   return `tier-${Math.min(4, Math.max(0, tiers.indexOf(name)))}`;
 }

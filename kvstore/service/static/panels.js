@@ -1,4 +1,4 @@
-// What each part of the page shows of the sidecar's numbers.
+// The panels of the page, made from the sidecar's JSON.
 
 import { breakEven, evenChart, fit, hitChart, hitSteps } from "./charts.js";
 import { bytes, count, duration, el, key, percent, seconds, show, table, tone } from "./dom.js";
@@ -10,18 +10,18 @@ export function tierNames(view) {
   return ["l2", ...Object.keys(view.tiers)];
 }
 
-// Hit rate of the last minutes, and over all of the time since the start.
+// Hit rate of the last minutes, and since the start.
 function hitRates(view, tiers) {
   const { history } = view;
   const last = history.time_s.length - 1;
-  const total = (i) => tiers.reduce((sum, tier) => sum + (history.hits[tier]?.[i] ?? 0), 0);
+  const total = (i) => tiers.reduce((sum, tier) => sum + (history.hit_tokens[tier]?.[i] ?? 0), 0);
   if (last < 0) return { recent: NaN, ever: NaN };
   let first = last;
   while (first > 0 && history.time_s[last] - history.time_s[first] < RECENT_S) first -= 1;
-  const asked = history.asked[last] - history.asked[first];
+  const looked = history.lookup_tokens[last] - history.lookup_tokens[first];
   return {
-    recent: asked > 0 ? Math.min(1, (total(last) - total(first)) / asked) : NaN,
-    ever: history.asked[last] > 0 ? total(last) / history.asked[last] : NaN,
+    recent: looked > 0 ? Math.min(1, (total(last) - total(first)) / looked) : NaN,
+    ever: history.lookup_tokens[last] > 0 ? total(last) / history.lookup_tokens[last] : NaN,
   };
 }
 
@@ -30,18 +30,18 @@ export function tiles(view) {
   const rates = hitRates(view, tiers);
   const { l2 } = view;
   const sum = (name) => Object.values(view.tiers).reduce((total, tier) => total + (tier[name] ?? 0), 0);
-  const asked = view.users.reduce((total, user) => total + user.asked, 0);
-  const dropped = l2.spills_dropped + l2.busy;
-  const faults = sum("faults") + sum("checksum_failures");
+  const lookups = view.users.reduce((total, user) => total + user.lookup_tokens, 0);
+  const dropped = l2.tier_writes_dropped + l2.no_slot;
+  const errors = sum("errors") + sum("checksum_failures");
   const tile = (name, value, more, bad) => el("div", { class: "tile" }, el("p", { class: "name" }, name),
     el("p", { class: bad ? "value bad-ink" : "value" }, value), el("p", { class: "more" }, more));
   show("tiles",
     tile("Hit rate, 5 min", percent(rates.recent), `${percent(rates.ever)} since the start`),
     tile("Host memory (L2)", percent(l2.slots_ready / l2.slots), `${count(l2.slots_free)} of ${count(l2.slots)} slots free`),
-    tile("Tokens asked for", count(asked), `${count(view.users.reduce((n, u) => n + u.saved, 0))} saved`),
+    tile("Tokens looked up", count(lookups), `${count(view.users.reduce((n, u) => n + u.saved_tokens, 0))} saved`),
     tile("Engines", String(view.clients), `${count(l2.slots_leased)} slots leased, ${count(l2.slots_pinned)} pinned`),
-    tile("Dropped", count(dropped), `${count(l2.spills_dropped)} writes, ${count(l2.busy)} saves`),
-    tile("Faults", count(faults), `${count(sum("checksum_failures"))} of them checksums`, faults > 0));
+    tile("Dropped", count(dropped), `${count(l2.tier_writes_dropped)} writes, ${count(l2.no_slot)} saves`),
+    tile("Errors", count(errors), `${count(sum("checksum_failures"))} of them checksum failures`, errors > 0));
 }
 
 export function hits(view) {
@@ -50,7 +50,7 @@ export function hits(view) {
   const chart = hitChart(view.history, tiers);
   if (!chart) {
     show("hits", el("p", { class: "empty" }, view.history.time_s.length > 1
-      ? "No engine has asked for anything yet." : "The first samples come within ten seconds."));
+      ? "No prefix has been looked up yet." : "The first samples appear within ten seconds."));
     return;
   }
   const steps = hitSteps(view.history, tiers);
@@ -66,20 +66,20 @@ export function space(view) {
     rows.push([name, tier.bytes_used ?? 0, tier.bytes_capacity ?? 0, tier.blocks, tier.evictions]);
   }
   show("space", rows.map(([name, used, of, blocks, evictions]) => {
-    const share = of > 0 ? Math.min(1, used / of) : 0;
-    const words = of > 0 ? `${bytes(used)} of ${bytes(of)}` : `${bytes(used)}, no bound told`;
+    const fraction = of > 0 ? Math.min(1, used / of) : 0;
+    const words = of > 0 ? `${bytes(used)} of ${bytes(of)}` : `${bytes(used)}, capacity unknown`;
     const fill = el("i", { class: tone(tiers, name) });
-    fill.style.width = `${(share * 100).toFixed(1)}%`;
+    fill.style.width = `${(fraction * 100).toFixed(1)}%`;
     return el("div", { class: "meter" },
-      el("div", { class: "row" }, el("b", {}, name), el("span", {}, `${words} · ${percent(share)}`)),
-      el("div", { class: "bar", role: "img", "aria-label": `${name}: ${percent(share)} full` }, fill),
+      el("div", { class: "row" }, el("b", {}, name), el("span", {}, `${words} · ${percent(fraction)}`)),
+      el("div", { class: "bar", role: "img", "aria-label": `${name}: ${percent(fraction)} full` }, fill),
       el("p", { class: "hint" }, `${count(blocks ?? NaN)} blocks, ${count(evictions ?? 0)} evicted`));
   }));
 }
 
 export function health(view, acts) {
   const columns = [["Tier", ""], ["State", ""], ["Queued", ""], ["Read, median", ""], ["95 %", ""], ["Write, median", ""], ["95 %", ""],
-    ["Faults", ""], ["Checksums", ""], ["Late", ""], ["Went down", ""], ["", "acts"]];
+    ["Errors", ""], ["Checksum failures", ""], ["Deadline exceeded", ""], ["Breaker opened", ""], ["", "acts"]];
   const clear = (name) => (view.admin
     ? el("button", { class: "small danger", type: "button", "data-focus": `clear ${name}`, onclick: () => acts.clear(name), "aria-label": `Clear ${name}` }, "Clear") : "");
   const { l2 } = view;
@@ -89,10 +89,10 @@ export function health(view, acts) {
     const state = ["up", "down", "probing"].includes(tier.state) ? tier.state : "up";
     rows.push([name, el("span", { class: `badge ${state}` }, state), `${count(tier.queued_reads)} / ${count(tier.queued_writes)}`,
       seconds(tier.read_p50_s), seconds(tier.read_p95_s), seconds(tier.write_p50_s), seconds(tier.write_p95_s),
-      wrong(tier.faults), wrong(tier.checksum_failures), count(tier.late ?? 0), count(tier.breaker_opened ?? 0), clear(name)]);
+      wrong(tier.errors), wrong(tier.checksum_failures), count(tier.deadline_exceeded ?? 0), count(tier.breaker_opened ?? 0), clear(name)]);
   }
   show("tiers", table("Tiers", columns, rows),
-    el("p", { class: "hint" }, `Queued: reads / writes. Flights to L2: ${count(l2.flights)}. Blocks being written below: ${count(l2.spilling)}.`));
+    el("p", { class: "hint" }, `Queued: reads / writes. Loads in flight: ${count(l2.loads_in_flight)} blocks. Tier writes in flight: ${count(l2.tier_writes_in_flight)} blocks.`));
 }
 
 function walk(chains, above = []) {
@@ -102,13 +102,13 @@ function walk(chains, above = []) {
   });
 }
 
-function where(view, held, blocks) {
+function byTier(view, cached, blocks) {
   const tiers = tierNames(view);
-  const bar = el("span", { class: "bar held", role: "img",
-    "aria-label": tiers.filter((name) => held[name]).map((name) => `${percent(held[name] / blocks)} in ${name}`).join(", ") || "nothing held" });
-  for (const name of tiers.filter((each) => held[each])) {
+  const bar = el("span", { class: "bar cached", role: "img",
+    "aria-label": tiers.filter((name) => cached[name]).map((name) => `${percent(cached[name] / blocks)} in ${name}`).join(", ") || "not cached" });
+  for (const name of tiers.filter((each) => cached[each])) {
     const part = el("i", { class: tone(tiers, name) });
-    part.style.width = `${((held[name] / blocks) * 100).toFixed(1)}%`;
+    part.style.width = `${((cached[name] / blocks) * 100).toFixed(1)}%`;
     bar.append(part);
   }
   return bar;
@@ -124,48 +124,48 @@ function tokensOf(view, digest, blocks) {
 }
 
 export function hot(view, acts) {
-  const paths = walk(view.prefixes.chains).filter((path) => path[path.length - 1].asks > 1 || path.length === 1);
+  const paths = walk(view.prefixes.chains).filter((path) => path[path.length - 1].lookups > 1 || path.length === 1);
   paths.sort((a, b) => weight(b) - weight(a));
   if (!paths.length) {
-    show("hot", el("p", { class: "empty" }, "No prefix was asked for yet."));
+    show("hot", el("p", { class: "empty" }, "No prefix has been looked up yet."));
     return;
   }
-  const columns = [["Ends with block", "left"], ["Model", ""], ["Tenant", ""], ["Length", ""], ["Asked", ""], ["Held", ""], ["Pinned", ""], ["", "acts"]];
+  const columns = [["Ends with block", "left"], ["Model", ""], ["Tenant", ""], ["Length", ""], ["Lookups", ""], ["Cached", ""], ["Pinned", ""], ["", "acts"]];
   const rows = paths.slice(0, HOT_ROWS).map((path) => {
     const chain = path[path.length - 1];
     const blocks = path.reduce((sum, each) => sum + each.blocks, 0);
     const pinned = path.reduce((sum, each) => sum + each.pinned, 0);
-    const held = {};
-    for (const each of path) for (const [tier, n] of Object.entries(each.held)) held[tier] = (held[tier] ?? 0) + n;
+    const cached = {};
+    for (const each of path) for (const [tier, n] of Object.entries(each.cached)) cached[tier] = (cached[tier] ?? 0) + n;
     const name = chain.hash.slice(0, 12);
-    const button = (verb, act) => el("button", { class: "small", type: "button", "data-focus": `${verb} ${chain.hash}`,
-      onclick: () => act(chain), "aria-label": `${verb} the prefix that ends with ${name}` }, verb);
+    const button = (label, act) => el("button", { class: "small", type: "button", "data-focus": `${label} ${chain.hash}`,
+      onclick: () => act(chain), "aria-label": `${label} the prefix that ends with ${name}` }, label);
     return [el("span", { class: "mono" }, name), model(view, chain.namespace), chain.tenant, tokensOf(view, chain.namespace, blocks),
-      `${count(chain.asks)} ×`, where(view, held, blocks), pinned ? `${count(pinned)} blocks` : "–",
+      `${count(chain.lookups)} ×`, byTier(view, cached, blocks), pinned ? `${count(pinned)} blocks` : "–",
       view.admin ? [button("Pin", acts.pin), pinned ? button("Unpin", acts.unpin) : null] : ""];
   });
-  const { skipped, runs } = view.prefixes;
+  const { dropped, lookups } = view.prefixes;
   show("hot", table("Hot prefixes", columns, rows), key(tierNames(view).map((name) => [name, tone(tierNames(view), name)])),
-    skipped ? el("p", { class: "hint" }, `A sample: ${percent(runs / (runs + skipped))} of what was asked for.`) : null);
+    dropped ? el("p", { class: "hint" }, `A sample: ${percent(lookups / (lookups + dropped))} of the lookups.`) : null);
 }
 
 function weight(path) {
   const chain = path[path.length - 1];
-  return chain.asks * path.reduce((sum, each) => sum + each.blocks, 0);
+  return chain.lookups * path.reduce((sum, each) => sum + each.blocks, 0);
 }
 
 export function radix(view, open) {
   const { chains, more, blocks } = view.prefixes;
   if (!chains.length) {
-    show("radix", el("p", { class: "empty" }, "Nothing was asked for yet."));
+    show("radix", el("p", { class: "empty" }, "No prefix has been looked up yet."));
     return;
   }
   const left = (n) => (n ? el("li", { class: "more" }, `and ${count(n)} more`) : null);
   const branch = (chain) => {
     const label = el("span", { class: "label" }, el("span", { class: "mono" }, chain.hash.slice(0, 8)),
-      ` ${tokensOf(view, chain.namespace, chain.blocks)}, ${count(chain.asks)} ×`,
+      ` ${tokensOf(view, chain.namespace, chain.blocks)}, ${count(chain.lookups)} ×`,
       chain.depth ? "" : ` · ${model(view, chain.namespace)} · ${chain.tenant}`);
-    const line = [label, where(view, chain.held, chain.blocks)];
+    const line = [label, byTier(view, chain.cached, chain.blocks)];
     if (!chain.children.length && !chain.more) return el("li", {}, el("div", { class: "leaf" }, line));
     const name = `${chain.tenant} ${chain.namespace} ${chain.hash}`;
     const is = open.has(name) ? open.get(name) : chain.depth === 0;
@@ -177,7 +177,7 @@ export function radix(view, open) {
   const place = document.getElementById("radix");
   const at = place.querySelector(".treebox")?.scrollTop ?? 0;
   show("radix", el("div", { class: "treebox" }, el("ul", { class: "tree" }, chains.map(branch), left(more))),
-    el("p", { class: "hint" }, `${count(blocks)} blocks remembered, the longest forgotten first.`));
+    el("p", { class: "hint" }, `${count(blocks)} blocks. The least recently looked-up blocks are dropped first.`));
   const box = place.querySelector(".treebox");
   if (box) box.scrollTop = at;
 }
@@ -187,35 +187,35 @@ export function even(view, rate) {
   const space = Object.values(view.namespaces)[0];
   const known = Object.entries(view.tiers).filter(([, tier]) => tier.read_mean_s > 0);
   if (!space || !known.length) {
-    show("even", el("p", { class: "empty" }, "No tier has been read from yet, so no rate is measured."));
+    show("even", el("p", { class: "empty" }, "No tier has been read yet, so no rate is measured."));
     return;
   }
-  const overhead = (view.verbs.match ?? 0) + (view.verbs.load ?? 0);
+  const overhead = (view.request_mean_s.match ?? 0) + (view.request_mean_s.load ?? 0);
   const rows = known.map(([name, tier]) => {
     const at = breakEven(tier, space.block_tokens, overhead, rate);
-    const words = at ? `${name}: from ${count(at)} tokens on.` : `${name}: loading does not win.`;
+    const words = at ? `${name}: loading is faster from ${count(at)} tokens.` : `${name}: loading is never faster.`;
     return { ...tier, name, even: at, words };
   });
   fit("even");
   show("even", evenChart(rows, tiers, space.block_tokens, overhead, rate),
-    key([[`computing at ${count(rate)} tokens/s`, "ink"], ...rows.map((row) => [row.words, tone(tiers, row.name)])]),
+    key([[`compute at ${count(rate)} tokens/s`, "ink"], ...rows.map((row) => [row.words, tone(tiers, row.name)])]),
     el("p", { class: "hint" }, `Blocks of ${space.block_tokens} tokens, ${bytes(space.block_bytes)}; `,
-      rows.map((row) => `${row.name} reads one in ${seconds(row.read_mean_s)} in the mean, ${row.workers_read} at once`).join("; "), "."));
+      rows.map((row) => `${row.name} reads one in ${seconds(row.read_mean_s)} on average, ${row.workers_read} in parallel`).join("; "), "."));
 }
 
 export function users(view) {
   const tiers = tierNames(view);
   if (!view.users.length) {
-    show("users", el("p", { class: "empty" }, "No engine has been here yet."));
+    show("users", el("p", { class: "empty" }, "No engine has connected yet."));
     return;
   }
-  const columns = [["Tenant", "left"], ["Route", ""], ["Asked", ""], ["Hit rate", ""], ["By tier", ""], ["Saved", ""], ["Slots of L2", ""]];
-  const rows = [...view.users].sort((a, b) => b.asked - a.asked).map((user) => {
-    const hit = tiers.reduce((sum, tier) => sum + (user.hits[tier] ?? 0), 0);
-    return [user.tenant, user.route || "–", count(user.asked), user.asked ? percent(Math.min(1, hit / user.asked)) : "–",
-      where(view, user.hits, Math.max(1, user.asked)), count(user.saved), count(view.slots[user.tenant] ?? 0)];
+  const columns = [["Tenant", "left"], ["Traffic label", ""], ["Looked up", ""], ["Hit rate", ""], ["By tier", ""], ["Saved", ""], ["L2 slots", ""]];
+  const rows = [...view.users].sort((a, b) => b.lookup_tokens - a.lookup_tokens).map((user) => {
+    const hit = tiers.reduce((sum, tier) => sum + (user.hit_tokens[tier] ?? 0), 0);
+    return [user.tenant, user.traffic || "–", count(user.lookup_tokens), user.lookup_tokens ? percent(Math.min(1, hit / user.lookup_tokens)) : "–",
+      byTier(view, user.hit_tokens, Math.max(1, user.lookup_tokens)), count(user.saved_tokens), count(view.slots[user.tenant] ?? 0)];
   });
-  show("users", table("Use by tenant and route, in tokens", columns, rows));
+  show("users", table("Usage by tenant and traffic label, in tokens", columns, rows));
 }
 
 export function about(view) {

@@ -1,9 +1,18 @@
 """The disk tier: an append-only log of segments on local file systems.
 
-`tier` has the verbs, `stripes` the directories, `table` the segments of one, `segment` one file of
-them, `layout` its fixed pages, `shared` what the directories have in common, `index` where blocks
-lie, `recover` and `scan` what an earlier process left, `sync` stable storage, `directory` whose it
-is, `files` the system calls, and `verify` the check of every frame.
+tier       the tier's operations
+volumes    the directories of the tier
+volume     the segments of one directory
+segment    one segment file
+layout     the header and the footer of a segment file
+state      the state that all directories share
+index      the location of each block
+recover    opening the segments of an earlier process
+scan       finding frames in a segment without an index
+sync       fdatasync for groups of writes
+lockfile   the lock file of a directory
+files      the system calls
+verify     checking every frame (`kvstore verify`)
 """
 
 from __future__ import annotations
@@ -16,92 +25,93 @@ from typing import Annotated
 from pydantic import Field
 
 from kvstore.cache.eviction import check_eviction
-from kvstore.config.settings import Bytes, Milliseconds, Section
+from kvstore.config.field_types import Bytes, Milliseconds
+from kvstore.config.settings import Section
 from kvstore.config.units import format_bytes
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.files import PAGE, Files
-from kvstore.tiers.disk.index import MAX_SEGMENT_PAGES
+from kvstore.tiers.disk.files import SECTOR_BYTES, Files
+from kvstore.tiers.disk.index import MAX_SEGMENT_SECTORS
 from kvstore.tiers.disk.lockfile import LOCK_BYTES, segment_paths
 from kvstore.tiers.disk.segment import MIN_SEGMENT_BYTES
-from kvstore.tiers.disk.state import Limits
+from kvstore.tiers.disk.state import DiskLimits
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.volumes import MAX_DIRECTORIES
 
 __all__ = ["Config", "DiskTier", "check", "open", "segment_bytes_for"]
 
 SEGMENT_BYTES = 256 << 20
-"""A segment, unless the capacity is small or very large."""
+"""Default size of a segment, unless the capacity is small or very large."""
 MIN_SEGMENTS = 8
-"""A small capacity is divided into this many, so that reclaiming one leaves most."""
+"""Minimum number of segments, so that reclaiming one keeps most blocks."""
 MAX_SEGMENTS = 512
-"""A large one into this many: each is an open file."""
+"""Maximum number of segments of the default size. Each segment is an open file."""
 MIN_CAPACITY_BYTES = 1 << 20
-"""Of each directory."""
+"""Minimum capacity of each directory in bytes."""
 
 Directories = Annotated[tuple[str, ...], Field(min_length=1, max_length=MAX_DIRECTORIES)]
 
 
 class Config(Section):
-    """The disk tier's part of the configuration."""
+    """Configuration of the disk tier."""
 
     name: str = "disk"
     directory: str | Directories
-    """A directory of its own, made if need be; nobody else's files are touched in it. A list:
-    blocks are spread over all of them, and each takes the same part of the capacity."""
+    """Directory for this tier's files only; it is created if it does not exist. A list of
+    directories: blocks are spread over all of them, and each gets an equal part of the capacity."""
     capacity: Bytes = Field(ge=MIN_CAPACITY_BYTES)
-    """Most bytes of all its files together: frames, indexes and preallocated room."""
+    """Maximum size of all files of the tier: frames, indexes and preallocated space."""
     segment: Bytes = 0
-    """Bytes of one segment, the unit in which space is reclaimed; 0: by the capacity."""
+    """Size of one segment. Space is reclaimed by segment. 0: chosen from the capacity."""
     ttl: Milliseconds = Field(default=0.0, ge=0)
-    """How long a block is kept at most; 0: for ever. Whole segments go, so it may be an eighth
-    less."""
+    """Maximum age of a block. Blocks expire by segment, so a block may expire up to 1/8 early. 0:
+    no limit."""
     eviction: str = "lru"
-    """Which segment makes room: lru, or another order of `kvstore.cache.eviction`."""
-    direct: bool = True
-    """Bypass the page cache (O_DIRECT) where the file system allows it."""
-    durable: bool = False
-    """A write returns, and readers see it, only when power loss cannot undo it (fdatasync, in
-    groups). Otherwise it returns when a kill of the process cannot."""
+    """Eviction policy for segments: lru, or another policy of `kvstore.cache.eviction`."""
+    direct_io: bool = True
+    """Use O_DIRECT, which bypasses the page cache, if the file system supports it."""
+    sync_writes: bool = False
+    """Acknowledge a write, and show it to readers, only after fdatasync (one for a group of
+    writes). It then survives a power loss. Otherwise it survives a kill of the process only."""
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """All of them, in the order given."""
+        """All directories, in the configured order."""
         return (self.directory,) if isinstance(self.directory, str) else self.directory
 
 
 def directory_bytes(config: Config) -> int:
-    """What each directory may take. Raises ConfigError when that is too little."""
+    """Capacity of each directory in bytes. Raises ConfigError: it is too small."""
     each = config.capacity // len(config.directories)
     if each < MIN_CAPACITY_BYTES:
         raise ConfigError(
-            f"capacity = {format_bytes(config.capacity)} of the disk tier over "
-            f"{len(config.directories)} directories; at least {format_bytes(MIN_CAPACITY_BYTES)} "
-            "for each is right"
+            f"disk tier: capacity = {format_bytes(config.capacity)} is too small for "
+            f"{len(config.directories)} directories; each needs at least "
+            f"{format_bytes(MIN_CAPACITY_BYTES)}"
         )
     return each
 
 
 def segment_bytes_for(config: Config) -> int:
-    """Bytes of a new segment. Raises ConfigError when the one asked for cannot be."""
+    """Size of a new segment in bytes. Raises ConfigError: `segment` is out of range."""
     room = directory_bytes(config) - LOCK_BYTES
     if not config.segment:
         most = max(1, MAX_SEGMENTS // len(config.directories))
         size = max(min(SEGMENT_BYTES, room // MIN_SEGMENTS), room // most)
-        return min(size // PAGE, MAX_SEGMENT_PAGES) * PAGE
-    size = config.segment // PAGE * PAGE
-    largest = min(room // 2 // PAGE, MAX_SEGMENT_PAGES) * PAGE
+        return min(size // SECTOR_BYTES, MAX_SEGMENT_SECTORS) * SECTOR_BYTES
+    size = config.segment // SECTOR_BYTES * SECTOR_BYTES
+    largest = min(room // 2 // SECTOR_BYTES, MAX_SEGMENT_SECTORS) * SECTOR_BYTES
     if not MIN_SEGMENT_BYTES <= size <= largest:
         raise ConfigError(
-            f"segment = {format_bytes(config.segment)} of the disk tier; from "
-            f"{format_bytes(MIN_SEGMENT_BYTES)} to half its capacity ({format_bytes(largest)}) "
-            "is right"
+            f"disk tier: segment = {format_bytes(config.segment)} is out of range; use "
+            f"{format_bytes(MIN_SEGMENT_BYTES)} up to half the capacity of a directory "
+            f"({format_bytes(largest)})"
         )
     return size
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError: a capacity, segment or order of eviction that cannot be."""
+    """Raises ConfigError: the capacity, the segment size or the eviction policy is invalid."""
     segment_bytes_for(config)
     check_eviction(config.eviction)
 
@@ -109,14 +119,14 @@ def check(config: Config) -> None:
 def open(
     config: Config, *, files: Files | None = None, clock: Callable[[], float] = time.time
 ) -> Tier:
-    """Open or make the tier.
+    """Open the tier; create its directories if they do not exist.
 
-    files: the system calls, where a test wants them to fail. clock: seconds since 1970.
+    files: the system calls; a test passes failing ones. clock: seconds since 1970.
 
-    Raises ConfigError when none of its directories can be had, one is somebody else's, or no file
-    system has room for even one segment: such a tier would refuse every block for ever.
+    Raises ConfigError: no directory can be used, a directory contains other files, or no file
+    system has room for one segment (such a tier would reject every block).
     """
-    limits = Limits(
+    limits = DiskLimits(
         capacity_bytes=directory_bytes(config),
         segment_bytes=segment_bytes_for(config),
         eviction=check_eviction(config.eviction),
@@ -126,8 +136,8 @@ def open(
     tier = DiskTier(
         config.directories,
         limits,
-        durable=config.durable,
-        files=files or Files(direct=config.direct),
+        sync_writes=config.sync_writes,
+        files=files or Files(direct_io=config.direct_io),
         name=config.name,
     )
     if not any(_has_room(directory, limits) for directory in config.directories):
@@ -135,15 +145,15 @@ def open(
         directory = config.directories[0]
         status = os.statvfs(directory)
         raise ConfigError(
-            f"the disk tier writes segments of {format_bytes(limits.segment_bytes)}, and "
-            f"{directory!r} has {format_bytes(status.f_bavail * status.f_frsize)} free; free some "
-            "space there, or lower its capacity (--disk-capacity)"
+            f"disk tier: {directory!r} has {format_bytes(status.f_bavail * status.f_frsize)} free, "
+            f"less than one segment ({format_bytes(limits.segment_bytes)}); free some space there, "
+            "or lower the capacity (--disk-capacity)"
         )
     return tier
 
 
-def _has_room(directory: str, limits: Limits) -> bool:
-    """Whether a segment fits, or lies there already."""
+def _has_room(directory: str, limits: DiskLimits) -> bool:
+    """Whether one segment fits into the directory, or the directory contains segments already."""
     try:
         status = os.statvfs(directory)
         fits = status.f_bavail * status.f_frsize >= limits.segment_bytes

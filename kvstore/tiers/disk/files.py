@@ -1,6 +1,6 @@
-"""The system calls of the disk tier, whole or not at all.
+"""The system calls of the disk tier. A transfer either completes or raises.
 
-One object, so that a test can hand the tier one that fails the way disks do.
+They are methods of one object, so that a test can replace it with one that fails like a disk.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from kvstore.blocks.frame import HEADER_BYTES, aligned_buffer
 
 log = logging.getLogger(__name__)
 
-PAGE = HEADER_BYTES
+SECTOR_BYTES = HEADER_BYTES
+"""Alignment of offsets and lengths in a segment file. A frame's header takes one sector."""
 
-MAX_SHORT_TRIES = 8
-"""Calls in a row that may write less than a page before the write counts as failed."""
+MAX_SHORT_WRITES = 8
+"""Consecutive calls that wrote less than a sector, after which the write fails."""
 
 
 class Files:
-    """Reads and writes whole pages at page offsets; O_DIRECT where the file system allows it.
+    """Reads and writes whole sectors at sector offsets, with O_DIRECT if the file system allows it.
 
-    `direct` becomes False for good, once and logged, when the file system refuses it (EINVAL, at
-    open or at an I/O).
+    If the file system rejects O_DIRECT (EINVAL, at open or at an I/O), `direct_io` becomes False
+    permanently. A warning is logged once.
     """
 
-    def __init__(self, *, direct: bool = True) -> None:
-        self.direct = direct
+    def __init__(self, *, direct_io: bool = True) -> None:
+        self.direct_io = direct_io
 
     def create(self, path: str, nbytes: int) -> int:
-        """A new file with all its bytes allocated, or no file; its descriptor."""
+        """Create a file with all its bytes allocated; returns its descriptor. Raises OSError, and
+        then leaves no file."""
         fd = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
         try:
             self._allocate(fd, nbytes)
@@ -44,42 +46,43 @@ class Files:
         return fd
 
     def open(self, path: str, *, writable: bool = True) -> int:
-        """The descriptor of an existing file."""
+        """Open an existing file; returns its descriptor."""
         return self._open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
 
     def read_at(self, fd: int, views: list[memoryview], offset: int) -> int:
-        """Fill `views` from `offset` on; bytes read, fewer only where the file ends.
+        """Fill `views` from `offset`; returns the bytes read, fewer only at the end of the file.
 
-        A last part of a page counts as not there.
+        A partial last sector does not count.
         """
         wanted = sum(map(len, views))
         done = 0
         while done < wanted:
-            got = self._call(os.preadv, fd, _rest(views, done), offset + done)
-            after = _progress(done, got, wanted)
+            got = self._call(os.preadv, fd, _remaining(views, done), offset + done)
+            after = _aligned_progress(done, got, wanted)
             if after == done:
                 break
             done = after
         return done
 
     def write_at(self, fd: int, views: list[memoryview], offset: int) -> None:
-        """Write all of `views` at `offset`, or raise OSError."""
+        """Write all of `views` at `offset`. Raises OSError."""
         wanted = sum(map(len, views))
         done = tries = 0
         while done < wanted:
-            put = self._call(os.pwritev, fd, _rest(views, done), offset + done)
-            after = _progress(done, put, wanted)
+            put = self._call(os.pwritev, fd, _remaining(views, done), offset + done)
+            after = _aligned_progress(done, put, wanted)
             tries = tries + 1 if after == done else 0
-            if tries >= MAX_SHORT_TRIES:
-                raise OSError(errno.EIO, f"only {put} of {wanted - done} bytes are written")
+            if tries >= MAX_SHORT_WRITES:
+                raise OSError(errno.EIO, f"short write: {put} of {wanted - done} bytes")
             done = after
 
     def sync(self, fd: int) -> None:
-        """Return when everything written to `fd` is on stable storage."""
+        """Wait until all data written to `fd` is on stable storage."""
         os.fdatasync(fd)
 
     def sync_directory(self, path: str) -> None:
-        """Make names in a directory durable; file systems that cannot are let be."""
+        """Make the names in a directory durable. Errors of the fsync are ignored, because some
+        file systems do not support it."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with contextlib.suppress(OSError):
@@ -88,12 +91,12 @@ class Files:
             os.close(fd)
 
     def unlink(self, path: str) -> None:
-        """Remove a file; one that is gone already is no error."""
+        """Remove a file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
     def rename(self, path: str, to: str) -> None:
-        """Give a file another name in the same directory."""
+        """Rename a file within its directory."""
         os.rename(path, to)
 
     def close(self, fd: int) -> None:
@@ -103,14 +106,14 @@ class Files:
         os.posix_fallocate(fd, 0, nbytes)
 
     def _open(self, path: str, flags: int) -> int:
-        if self.direct:
+        if self.direct_io:
             try:
                 return self._os_open(path, flags | os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._give_up_direct(path)
-                # Some file systems make the file before they refuse the flag.
+                self._disable_direct_io(path)
+                # Some file systems create the file before they reject the flag.
                 flags &= ~os.O_EXCL
         return self._os_open(path, flags)
 
@@ -118,7 +121,7 @@ class Files:
         return os.open(path, flags, 0o600)
 
     def _call(self, call: object, fd: int, views: list[memoryview], offset: int) -> int:
-        """One preadv or pwritev, tried again without O_DIRECT when it is refused."""
+        """One preadv or pwritev, repeated without O_DIRECT if the file system rejects that."""
         assert callable(call)
         try:
             return int(call(fd, views, offset))
@@ -127,30 +130,30 @@ class Files:
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
             fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-            if self.direct:
-                self._give_up_direct(f"descriptor {fd}")
+            if self.direct_io:
+                self._disable_direct_io(f"descriptor {fd}")
             return int(call(fd, views, offset))
 
-    def _give_up_direct(self, what: str) -> None:
-        self.direct = False
-        log.warning("direct I/O is refused (%s): the disk tier goes on buffered", what)
+    def _disable_direct_io(self, what: str) -> None:
+        self.direct_io = False
+        log.warning("disk tier: no direct I/O, using the page cache: %s rejects O_DIRECT", what)
 
 
-class Pages(threading.local):
-    """A page of scratch for each thread, aligned: headers are changed in it on their way out."""
+class SectorBuffer(threading.local):
+    """An aligned buffer of one sector for each thread, in which headers are modified."""
 
     def __init__(self) -> None:
-        self.page = aligned_buffer(PAGE)
+        self.sector = aligned_buffer(SECTOR_BYTES)
 
 
-def _progress(done: int, moved: int, wanted: int) -> int:
-    """Where to go on after a call: at a page, as direct I/O asks, unless all is done."""
+def _aligned_progress(done: int, moved: int, wanted: int) -> int:
+    """Bytes done after a call, rounded down to a sector (for direct I/O) unless all are done."""
     after = done + moved
-    return after if after >= wanted else after - after % PAGE
+    return after if after >= wanted else after - after % SECTOR_BYTES
 
 
-def _rest(views: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of `views` after their first `done` bytes."""
+def _remaining(views: list[memoryview], done: int) -> list[memoryview]:
+    """`views` without their first `done` bytes."""
     if done == 0:
         return views
     rest = []

@@ -1,8 +1,8 @@
-"""Where each block lies: the disk tier's memory of itself.
+"""The disk tier's index in memory: the location of each block.
 
-A place is one number, and hashes are looked up in a dict per (tenant, namespace): neither is an
-object that Python's garbage collector has to visit, which with a million blocks would stop an
-engine in the same process for a tenth of a second at a time.
+A location is one integer, and the hashes of each (tenant, namespace) are in one dict. Python's
+garbage collector visits neither. If it visited an object for each of a million blocks, it would
+stop an engine in the same process for a tenth of a second each time.
 """
 
 from __future__ import annotations
@@ -15,90 +15,97 @@ import numpy as np
 
 from kvstore.blocks.key import Key
 
-_PAGES_BITS = 19
-_PAGE_BITS = 28
-MAX_FRAME_PAGES = (1 << _PAGES_BITS) - 1
-"""Largest frame a place can name: 2 GiB."""
-MAX_SEGMENT_PAGES = 1 << _PAGE_BITS
-"""Largest segment a place can name: 1 TiB."""
-MAX_SLOTS = 1 << 12
-"""Most segments open at once."""
-MAX_NAMES = 1 << 16
-"""Most (tenant, namespace) pairs in one segment."""
+_LENGTH_BITS = 19
+_SECTOR_BITS = 28
+MAX_FRAME_SECTORS = (1 << _LENGTH_BITS) - 1
+"""Maximum frame in a location: 2 GiB."""
+MAX_SEGMENT_SECTORS = 1 << _SECTOR_BITS
+"""Maximum segment in a location: 1 TiB."""
+MAX_OPEN_SEGMENTS = 1 << 12
+"""Maximum number of open segments."""
+MAX_NAMESPACES = 1 << 16
+"""Maximum number of (tenant, namespace) pairs in one segment."""
 
-Name = tuple[str, str]
-
-
-def pack_place(slot: int, page: int, pages: int) -> int:
-    """One number for `pages` pages from `page` on, in the segment in table slot `slot`."""
-    return ((slot << _PAGE_BITS) | page) << _PAGES_BITS | pages
+TenantNamespace = tuple[str, str]
+"""(tenant, namespace)."""
 
 
-def unpack_place(place: int) -> tuple[int, int, int]:
-    """slot, page, pages."""
-    rest = place >> _PAGES_BITS
-    return rest >> _PAGE_BITS, rest & (MAX_SEGMENT_PAGES - 1), place & MAX_FRAME_PAGES
+def pack_location(segment_no: int, sector: int, sectors: int) -> int:
+    """The location of a frame as one integer: `sectors` sectors from `sector` of a segment."""
+    return ((segment_no << _SECTOR_BITS) | sector) << _LENGTH_BITS | sectors
+
+
+def unpack_location(location: int) -> tuple[int, int, int]:
+    """(segment_no, sector, sectors)."""
+    rest = location >> _LENGTH_BITS
+    return rest >> _SECTOR_BITS, rest & (MAX_SEGMENT_SECTORS - 1), location & MAX_FRAME_SECTORS
 
 
 class Entries:
-    """The blocks of one segment, column by column; what a footer holds."""
+    """The blocks of one segment in columns. A footer stores them packed."""
 
     def __init__(self) -> None:
-        self.names: dict[Name, int] = {}
-        self.name_of = array("H")
+        self.namespaces: dict[TenantNamespace, int] = {}
+        self.namespace_ids = array("H")
         self.hashes: list[bytes] = []
-        self.page_of = array("I")
-        self.pages_of = array("I")
+        self.first_sectors = array("I")
+        self.sector_counts = array("I")
 
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def add(self, key: Key, page: int, pages: int) -> None:
+    def add(self, key: Key, sector: int, sectors: int) -> None:
         """Append a block."""
-        self.name_of.append(self.names.setdefault((key.tenant, key.namespace), len(self.names)))
+        self.namespace_ids.append(
+            self.namespaces.setdefault((key.tenant, key.namespace), len(self.namespaces))
+        )
         self.hashes.append(key.hash)
-        self.page_of.append(page)
-        self.pages_of.append(pages)
+        self.first_sectors.append(sector)
+        self.sector_counts.append(sectors)
 
     def __iter__(self) -> Iterator[tuple[Key, int, int]]:
-        """(key, page, pages) of each block, in the order they were added."""
-        names = list(self.names)
-        rows = zip(self.name_of, self.hashes, self.page_of, self.pages_of, strict=True)
-        for name, hash_, page, pages in rows:
-            yield Key(*names[name], hash_), page, pages
+        """(key, sector, sectors) of each block, in the order of `add`."""
+        namespaces = list(self.namespaces)
+        rows = zip(
+            self.namespace_ids, self.hashes, self.first_sectors, self.sector_counts, strict=True
+        )
+        for namespace, hash_, sector, sectors in rows:
+            yield Key(*namespaces[namespace], hash_), sector, sectors
 
-    def in_page_order(self, *, without: Container[int] = ()) -> Entries:
-        """The same blocks by page, less those at the pages in `without`."""
+    def sorted_by_sector(self, *, without: Container[int] = ()) -> Entries:
+        """A copy in the order of the sectors, without the blocks at the sectors in `without`."""
         ordered = Entries()
-        for key, page, pages in sorted(self, key=lambda row: row[1]):
-            if page not in without:
-                ordered.add(key, page, pages)
+        for key, sector, sectors in sorted(self, key=lambda row: row[1]):
+            if sector not in without:
+                ordered.add(key, sector, sectors)
         return ordered
 
-    def before(self, end: int, *, without: Container[int] = ()) -> Entries:
-        """A copy of the blocks at pages before `end`, less those at the pages in `without`."""
+    def copy_before(self, end: int, *, without: Container[int] = ()) -> Entries:
+        """A copy of the blocks before sector `end`, without those at the sectors in `without`."""
         kept = Entries()
-        kept.names = dict(self.names)
-        rows = zip(self.name_of, self.hashes, self.page_of, self.pages_of, strict=True)
-        for name, hash_, page, pages in rows:
-            if page < end and page not in without:
-                kept.name_of.append(name)
+        kept.namespaces = dict(self.namespaces)
+        rows = zip(
+            self.namespace_ids, self.hashes, self.first_sectors, self.sector_counts, strict=True
+        )
+        for namespace, hash_, sector, sectors in rows:
+            if sector < end and sector not in without:
+                kept.namespace_ids.append(namespace)
                 kept.hashes.append(hash_)
-                kept.page_of.append(page)
-                kept.pages_of.append(pages)
+                kept.first_sectors.append(sector)
+                kept.sector_counts.append(sectors)
         return kept
 
     def pack(self) -> bytes:
-        """All columns as bytes, for `unpack`."""
-        names = msgpack.packb(list(self.names))
+        """All columns as bytes; `unpack` reads them."""
+        namespaces = msgpack.packb(list(self.namespaces))
         return b"".join(
             (
                 len(self).to_bytes(4, "little"),
-                len(names).to_bytes(4, "little"),
-                names,
-                np.asarray(self.name_of, "<u2").tobytes(),
-                np.asarray(self.page_of, "<u4").tobytes(),
-                np.asarray(self.pages_of, "<u4").tobytes(),
+                len(namespaces).to_bytes(4, "little"),
+                namespaces,
+                np.asarray(self.namespace_ids, "<u2").tobytes(),
+                np.asarray(self.first_sectors, "<u4").tobytes(),
+                np.asarray(self.sector_counts, "<u4").tobytes(),
                 bytes(map(len, self.hashes)),
                 *self.hashes,
             )
@@ -106,128 +113,141 @@ class Entries:
 
     @classmethod
     def unpack(cls, body: bytes) -> Entries:
-        """Raises ValueError for bytes that `pack` cannot have made."""
-        count, names_bytes = (int.from_bytes(body[at : at + 4], "little") for at in (0, 4))
-        at = 8 + names_bytes
+        """The entries that `pack` wrote. Raises ValueError: the bytes are corrupt."""
+        count, namespaces_bytes = (int.from_bytes(body[at : at + 4], "little") for at in (0, 4))
+        at = 8 + namespaces_bytes
         if at + count * 11 > len(body):
-            raise ValueError("an index that ends early")
+            raise ValueError("truncated index")
         entries = cls()
-        names = [(str(tenant), str(space)) for tenant, space in msgpack.unpackb(body[8:at])]
-        entries.names = {name: number for number, name in enumerate(names)}
-        for column, kind in ((entries.name_of, "<u2"), (entries.page_of, "<u4")):
+        namespaces = [(str(tenant), str(space)) for tenant, space in msgpack.unpackb(body[8:at])]
+        entries.namespaces = {namespace: number for number, namespace in enumerate(namespaces)}
+        for column, kind in ((entries.namespace_ids, "<u2"), (entries.first_sectors, "<u4")):
             column.extend(np.frombuffer(body, kind, count, at).tolist())
             at += count * int(kind[2])
-        entries.pages_of.extend(np.frombuffer(body, "<u4", count, at).tolist())
+        entries.sector_counts.extend(np.frombuffer(body, "<u4", count, at).tolist())
         at += 4 * count
         lengths = body[at : at + count]
         at += count
         for length in lengths:
             entries.hashes.append(body[at : at + length])
             at += length
-        if at != len(body) or len(entries.names) != len(names):
-            raise ValueError("an index of another length than its columns")
-        if count and max(entries.name_of) >= len(names):
-            raise ValueError("an index that names what it does not hold")
+        if at != len(body) or len(entries.namespaces) != len(namespaces):
+            raise ValueError("index length does not match its columns")
+        if count and max(entries.namespace_ids) >= len(namespaces):
+            raise ValueError("index refers to an unknown namespace")
         return entries
 
-    def places(self, slot: int) -> list[int]:
-        """The place of each block, given the segment's table slot."""
-        page = np.asarray(self.page_of, np.int64)
-        pages = np.asarray(self.pages_of, np.int64)
-        places: list[int] = (((slot << _PAGE_BITS) | page) << _PAGES_BITS | pages).tolist()
-        return places
+    def locations(self, segment_no: int) -> list[int]:
+        """The location of each block in the segment with this number."""
+        first = np.asarray(self.first_sectors, np.int64)
+        counts = np.asarray(self.sector_counts, np.int64)
+        locations: list[int] = (
+            ((segment_no << _SECTOR_BITS) | first) << _LENGTH_BITS | counts
+        ).tolist()
+        return locations
 
 
-def entry_bytes(key: Key) -> int:
-    """Most bytes by which one more block lengthens a packed index."""
-    names = 16 + len(key.tenant.encode()) + len(key.namespace.encode())
-    return 11 + len(key.hash) + names
+def max_entry_bytes(key: Key) -> int:
+    """Maximum bytes that one more block adds to a packed index."""
+    namespace_bytes = 16 + len(key.tenant.encode()) + len(key.namespace.encode())
+    return 11 + len(key.hash) + namespace_bytes
 
 
 class Index:
-    """Key to place. Not thread-safe: the tier's lock guards it."""
+    """Maps keys to locations. Not thread-safe: the tier's lock guards it."""
 
     def __init__(self) -> None:
-        self._names: dict[Name, dict[bytes, int]] = {}
+        self._by_namespace: dict[TenantNamespace, dict[bytes, int]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def __contains__(self, key: Key) -> bool:
-        places = self._names.get(key[:2])
-        return places is not None and key[2] in places
+        locations = self._by_namespace.get(key[:2])
+        return locations is not None and key[2] in locations
 
-    def held(self, keys: Sequence[Key]) -> list[bool]:
-        """`in` for each key. A run's keys differ in their hashes only: a third of the time then."""
+    def contains_each(self, keys: Sequence[Key]) -> list[bool]:
+        """Whether the index contains each key. Takes a third of the time if all keys have the same
+        tenant and namespace, as the blocks of one request do."""
         if not keys:
             return []
         tenants, namespaces, hashes = zip(*keys, strict=True)
         if len(set(tenants)) > 1 or len(set(namespaces)) > 1:
             return [key in self for key in keys]
-        places = self._names.get((tenants[0], namespaces[0]), {})
-        return list(map(places.__contains__, hashes))
+        locations = self._by_namespace.get((tenants[0], namespaces[0]), {})
+        return list(map(locations.__contains__, hashes))
 
     def get(self, key: Key) -> int:
-        """The key's place; 0 when it has none (page 0 of a segment is never a block)."""
-        places = self._names.get(key[:2])
-        return 0 if places is None else places.get(key[2], 0)
+        """The key's location; 0: unknown key (sector 0 of a segment is never a block)."""
+        locations = self._by_namespace.get(key[:2])
+        return 0 if locations is None else locations.get(key[2], 0)
 
-    def put(self, key: Key, place: int) -> None:
-        """Set the key's place."""
-        places = self._names.setdefault(key[:2], {})
-        self._count += key[2] not in places
-        places[key[2]] = place
+    def put(self, key: Key, location: int) -> None:
+        """Set the key's location."""
+        locations = self._by_namespace.setdefault(key[:2], {})
+        self._count += key[2] not in locations
+        locations[key[2]] = location
 
-    def put_many(self, name: Name, hashes: list[bytes], places: list[int]) -> list[int]:
-        """`put` for many blocks of one tenant and namespace; the places that are theirs no more."""
+    def put_many(
+        self, namespace: TenantNamespace, hashes: list[bytes], locations: list[int]
+    ) -> list[int]:
+        """`put` for many blocks of one namespace; returns the locations that were replaced."""
         if not hashes:
             return []
-        known = self._names.setdefault(name, {})
-        old = []
-        if not known.keys().isdisjoint(hashes):
-            old = [known[hash_] for hash_ in hashes if hash_ in known]
-        before = len(known)
-        known.update(zip(hashes, places, strict=True))
-        self._count += len(known) - before
-        return old
+        current = self._by_namespace.setdefault(namespace, {})
+        replaced = []
+        if not current.keys().isdisjoint(hashes):
+            replaced = [current[hash_] for hash_ in hashes if hash_ in current]
+        before = len(current)
+        current.update(zip(hashes, locations, strict=True))
+        self._count += len(current) - before
+        return replaced
 
-    def remove(self, key: Key, place: int) -> bool:
-        """Forget the key if it still lies at `place`; whether it did."""
-        places = self._names.get(key[:2])
-        if places is None or places.get(key[2]) != place:
+    def remove(self, key: Key, location: int) -> bool:
+        """Remove the key if its location is `location`; returns whether it was."""
+        locations = self._by_namespace.get(key[:2])
+        if locations is None or locations.get(key[2]) != location:
             return False
-        del places[key[2]]
-        if not places:
-            del self._names[key[:2]]
+        del locations[key[2]]
+        if not locations:
+            del self._by_namespace[key[:2]]
         self._count -= 1
         return True
 
-    def live(self, entries: Entries, slot: int) -> list[tuple[Key, int]]:
-        """Those of a segment's entries that still lie there: key and pages of each, as written."""
-        names = [(name, self._names.get(name, {})) for name in entries.names]
+    def live_entries(self, entries: Entries, segment_no: int) -> list[tuple[Key, int]]:
+        """(key, sectors) of the entries of a segment whose location is in that segment."""
+        namespaces = [
+            (namespace, self._by_namespace.get(namespace, {})) for namespace in entries.namespaces
+        ]
         found = []
         rows = zip(
-            entries.name_of, entries.hashes, entries.places(slot), entries.pages_of, strict=True
+            entries.namespace_ids,
+            entries.hashes,
+            entries.locations(segment_no),
+            entries.sector_counts,
+            strict=True,
         )
-        for number, hash_, place, pages in rows:
-            (tenant, namespace), places = names[number]
-            if places.get(hash_) == place:
-                found.append((Key(tenant, namespace, hash_), pages))
+        for number, hash_, location, sectors in rows:
+            (tenant, namespace), locations = namespaces[number]
+            if locations.get(hash_) == location:
+                found.append((Key(tenant, namespace, hash_), sectors))
         return found
 
-    def remove_all(self, entries: Entries, slot: int) -> int:
-        """Forget those of a segment's entries that still lie there; how many did."""
-        names = [self._names.get(name, {}) for name in entries.names]
+    def remove_all(self, entries: Entries, segment_no: int) -> int:
+        """Remove the entries of a segment whose location is in that segment; returns how many."""
+        namespaces = [self._by_namespace.get(namespace, {}) for namespace in entries.namespaces]
         removed = 0
-        rows = zip(entries.name_of, entries.hashes, entries.places(slot), strict=True)
-        for number, hash_, place in rows:
-            places = names[number]
-            if places.get(hash_) == place:
-                del places[hash_]
+        rows = zip(
+            entries.namespace_ids, entries.hashes, entries.locations(segment_no), strict=True
+        )
+        for number, hash_, location in rows:
+            locations = namespaces[number]
+            if locations.get(hash_) == location:
+                del locations[hash_]
                 removed += 1
-        for name in entries.names:
-            if not self._names.get(name, True):
-                del self._names[name]
+        for namespace in entries.namespaces:
+            if not self._by_namespace.get(namespace, True):
+                del self._by_namespace[namespace]
         self._count -= removed
         return removed

@@ -1,4 +1,4 @@
-"""The fixed pages of a segment file, the first and the last, and what they say."""
+"""The header and the footer of a segment file: their bytes, and reading and writing them."""
 
 from __future__ import annotations
 
@@ -9,119 +9,155 @@ from typing import Any, Final
 
 import msgpack
 
-from kvstore.blocks.frame import aligned_buffer, checksum, padded
-from kvstore.tiers.disk.files import PAGE, Files
+from kvstore.blocks.frame import aligned_buffer, checksum, padded_bytes
+from kvstore.tiers.disk.files import SECTOR_BYTES, Files
 from kvstore.tiers.disk.index import Entries
 
 SEGMENT_VERSION: Final = 1
 SUFFIX: Final = ".kvseg"
 SECRET_BYTES: Final = 16
 
-# magic, version, checksum of the rest of the page, segment number, segment bytes, secret, then when
-# it was made in milliseconds since 1970 (0 in files of the first builds: then, when last written)
+# magic, version, checksum of the rest of the sector, sequence number, segment bytes, secret, time
+# of creation in milliseconds since 1970 (0 in files of the first builds: use the file's mtime)
 _HEADER = struct.Struct("<6sHQQQ16sQ")
 _HEADER_MAGIC: Final = b"KVSEGM"
-# ..., then: body's page, body bytes, body checksum, entries, next free page, time made
+# ..., then: sector of the body, body bytes, body checksum, entries, next free sector, time of
+# creation
 _TRAILER = struct.Struct("<6sHQQQ16sQQQQQQ")
 SEALED: Final = b"KVSEGF"
-"""Magic of the trailer of a segment that takes no more frames."""
+"""Magic of the trailer of a sealed segment: no more frames are appended."""
 CHECKPOINT: Final = b"KVSEGC"
-"""Magic of the trailer of one in use: frames may follow those that its index names."""
+"""Magic of the trailer of a segment in use: frames may follow those in its index."""
 _SUMMED_FROM = 16
 
 
 class SegmentInvalid(Exception):
-    """A file that is no segment of ours, or whose first page is damaged."""
+    """The file is not a segment, or its header and its trailers are corrupt."""
 
 
 @dataclass(frozen=True)
-class Identity:
-    """Which segment a file is. made_ms: milliseconds since 1970, 0 when it does not say."""
+class SegmentIdentity:
+    """The identity of a segment file.
 
-    number: int
+    sequence_no: also in the file's name. secret: random bytes. created_ms: milliseconds since 1970;
+    0: not recorded.
+    """
+
+    sequence_no: int
     nbytes: int
     secret: bytes
-    made_ms: int
+    created_ms: int
 
 
 @dataclass(frozen=True)
 class Footer:
-    """An index read from the end of a file. Frames end before `next_page`."""
+    """The index at the end of a segment file. All its frames end before `next_sector`."""
 
     entries: Entries
-    marks: bytearray
-    marks_page: int
-    next_page: int
+    tombstones: bytearray
+    tombstones_sector: int
+    next_sector: int
 
 
-def write_header(files: Files, fd: int, who: Identity) -> None:
-    """Write the first page. Raises OSError."""
-    page = _page(_HEADER, _HEADER_MAGIC, who.number, who.nbytes, who.secret, who.made_ms)
-    files.write_at(fd, [page], 0)
+def write_header(files: Files, fd: int, identity: SegmentIdentity) -> None:
+    """Write the first sector. Raises OSError."""
+    sector = _pack_sector(
+        _HEADER,
+        _HEADER_MAGIC,
+        identity.sequence_no,
+        identity.nbytes,
+        identity.secret,
+        identity.created_ms,
+    )
+    files.write_at(fd, [sector], 0)
 
 
-def read_identity(files: Files, fd: int) -> tuple[Identity, bool]:
-    """Which segment this is, by the header or else a trailer; whether the header is damaged.
+def read_identity(files: Files, fd: int) -> tuple[SegmentIdentity, bool]:
+    """The identity from the header, or from the trailer if the header is corrupt.
 
-    Raises SegmentInvalid when neither can be read, and OSError.
+    The second value says whether the header is corrupt. Raises SegmentInvalid (both are corrupt),
+    OSError.
     """
-    page = aligned_buffer(PAGE)
-    if files.read_at(fd, [page], 0) != PAGE:
-        raise SegmentInvalid("it is shorter than a page")
+    sector = aligned_buffer(SECTOR_BYTES)
+    if files.read_at(fd, [sector], 0) != SECTOR_BYTES:
+        raise SegmentInvalid("the file is shorter than one sector")
     try:
-        return Identity(*_fields(_HEADER, _HEADER_MAGIC, page)), False
-    except SegmentInvalid as fault:
-        end = os.fstat(fd).st_size // PAGE * PAGE
-        if files.read_at(fd, [page], end - PAGE) != PAGE:
+        return SegmentIdentity(*_unpack_sector(_HEADER, _HEADER_MAGIC, sector)), False
+    except SegmentInvalid as error:
+        end = os.fstat(fd).st_size // SECTOR_BYTES * SECTOR_BYTES
+        if files.read_at(fd, [sector], end - SECTOR_BYTES) != SECTOR_BYTES:
             raise
         for magic in (SEALED, CHECKPOINT):
             try:
-                number, nbytes, secret, *_, made_ms = _fields(_TRAILER, magic, page)
+                sequence_no, nbytes, secret, *_, created_ms = _unpack_sector(
+                    _TRAILER, magic, sector
+                )
             except SegmentInvalid:
                 continue
-            return Identity(number, nbytes, secret, made_ms), True
-        raise fault from None
+            return SegmentIdentity(sequence_no, nbytes, secret, created_ms), True
+        raise error from None
 
 
-def footer_page(nbytes: int, body_bytes: int, entries: int) -> int:
-    """Where the body of a footer begins in a segment of `nbytes`."""
-    return (nbytes - padded(body_bytes) - padded(entries)) // PAGE - 1
+def footer_sector(nbytes: int, body_bytes: int, entries: int) -> int:
+    """The first sector of the body of a footer in a segment of `nbytes`."""
+    return (nbytes - padded_bytes(body_bytes) - padded_bytes(entries)) // SECTOR_BYTES - 1
 
 
 def write_footer(
-    files: Files, fd: int, who: Identity, entries: Entries, next_page: int, magic: bytes
+    files: Files,
+    fd: int,
+    identity: SegmentIdentity,
+    entries: Entries,
+    next_sector: int,
+    magic: bytes,
 ) -> int:
-    """Write an index behind the frames, no block marked as deleted; the page of its marks.
+    """Write a footer without tombstones; returns the first sector of its tombstones.
 
     Raises OSError.
     """
     body = entries.pack()
-    body_page = footer_page(who.nbytes, len(body), len(entries))
-    assert body_page >= next_page, "a footer over frames"
-    buffer = aligned_buffer(padded(len(body)) + padded(len(entries)) or PAGE)
+    body_sector = footer_sector(identity.nbytes, len(body), len(entries))
+    assert body_sector >= next_sector, "a footer over frames"
+    buffer = aligned_buffer(padded_bytes(len(body)) + padded_bytes(len(entries)) or SECTOR_BYTES)
     buffer[: len(body)] = body
-    files.write_at(fd, [buffer], body_page * PAGE)
-    where = (body_page, len(body), checksum(body), len(entries), next_page, who.made_ms)
-    trailer = _page(_TRAILER, magic, who.number, who.nbytes, who.secret, *where)
-    files.write_at(fd, [trailer], who.nbytes - PAGE)
-    return body_page + padded(len(body)) // PAGE
+    files.write_at(fd, [buffer], body_sector * SECTOR_BYTES)
+    index_fields = (
+        body_sector,
+        len(body),
+        checksum(body),
+        len(entries),
+        next_sector,
+        identity.created_ms,
+    )
+    trailer = _pack_sector(
+        _TRAILER, magic, identity.sequence_no, identity.nbytes, identity.secret, *index_fields
+    )
+    files.write_at(fd, [trailer], identity.nbytes - SECTOR_BYTES)
+    return body_sector + padded_bytes(len(body)) // SECTOR_BYTES
 
 
-def read_footer(files: Files, fd: int, who: Identity, magic: bytes) -> Footer | None:
-    """The index at the end of a segment; None when there is no valid one. Raises OSError."""
-    page = aligned_buffer(PAGE)
-    if files.read_at(fd, [page], who.nbytes - PAGE) != PAGE:
+def read_footer(files: Files, fd: int, identity: SegmentIdentity, magic: bytes) -> Footer | None:
+    """The footer of a segment; None: the segment has no valid footer. Raises OSError."""
+    sector = aligned_buffer(SECTOR_BYTES)
+    if files.read_at(fd, [sector], identity.nbytes - SECTOR_BYTES) != SECTOR_BYTES:
         return None
     try:
-        number, nbytes, secret, *where, _ = _fields(_TRAILER, magic, page)
-        if (number, nbytes, secret) != (who.number, who.nbytes, who.secret):
+        sequence_no, nbytes, secret, *index_fields, _ = _unpack_sector(_TRAILER, magic, sector)
+        if (sequence_no, nbytes, secret) != (
+            identity.sequence_no,
+            identity.nbytes,
+            identity.secret,
+        ):
             return None
-        body_page, body_bytes, body_sum, count, next_page = where
-        last = nbytes // PAGE - 1
-        if body_page * PAGE + padded(body_bytes) + padded(count) > last * PAGE:
+        body_sector, body_bytes, body_sum, count, next_sector = index_fields
+        trailer_sector = nbytes // SECTOR_BYTES - 1
+        if (
+            body_sector * SECTOR_BYTES + padded_bytes(body_bytes) + padded_bytes(count)
+            > trailer_sector * SECTOR_BYTES
+        ):
             return None
-        buffer = aligned_buffer(padded(body_bytes) + padded(count) or PAGE)
-        if files.read_at(fd, [buffer], body_page * PAGE) != len(buffer):
+        buffer = aligned_buffer(padded_bytes(body_bytes) + padded_bytes(count) or SECTOR_BYTES)
+        if files.read_at(fd, [buffer], body_sector * SECTOR_BYTES) != len(buffer):
             return None
         body = bytes(buffer[:body_bytes])
         if checksum(body) != body_sum:
@@ -129,26 +165,28 @@ def read_footer(files: Files, fd: int, who: Identity, magic: bytes) -> Footer | 
         entries = Entries.unpack(body)
     except (SegmentInvalid, ValueError, TypeError, msgpack.UnpackException):
         return None
-    if len(entries) != count or next_page > last:
+    if len(entries) != count or next_sector > trailer_sector:
         return None
-    at = padded(body_bytes)
-    return Footer(entries, bytearray(buffer[at : at + count]), body_page + at // PAGE, next_page)
+    at = padded_bytes(body_bytes)
+    return Footer(
+        entries, bytearray(buffer[at : at + count]), body_sector + at // SECTOR_BYTES, next_sector
+    )
 
 
-def _page(layout: struct.Struct, magic: bytes, *fields: int | bytes) -> memoryview:
-    """A page of `fields` under magic, version and checksum."""
-    page = aligned_buffer(PAGE)
-    layout.pack_into(page, 0, magic, SEGMENT_VERSION, 0, *fields)
-    total = checksum(page[_SUMMED_FROM:])
-    layout.pack_into(page, 0, magic, SEGMENT_VERSION, total, *fields)
-    return page
+def _pack_sector(layout: struct.Struct, magic: bytes, *fields: int | bytes) -> memoryview:
+    """A sector with magic, version, checksum and `fields`."""
+    sector = aligned_buffer(SECTOR_BYTES)
+    layout.pack_into(sector, 0, magic, SEGMENT_VERSION, 0, *fields)
+    total = checksum(sector[_SUMMED_FROM:])
+    layout.pack_into(sector, 0, magic, SEGMENT_VERSION, total, *fields)
+    return sector
 
 
-def _fields(layout: struct.Struct, magic: bytes, page: memoryview) -> list[Any]:
-    """The fields of a page that `_page` made. Raises SegmentInvalid for any other."""
-    found, version, total, *fields = layout.unpack_from(page)
+def _unpack_sector(layout: struct.Struct, magic: bytes, sector: memoryview) -> list[Any]:
+    """The fields of a sector that `_pack_sector` wrote. Raises SegmentInvalid."""
+    found, version, total, *fields = layout.unpack_from(sector)
     if found != magic or version != SEGMENT_VERSION:
-        raise SegmentInvalid("its magic bytes are missing")
-    if checksum(page[_SUMMED_FROM:]) != total:
-        raise SegmentInvalid("the checksum of its first page does not match")
+        raise SegmentInvalid("wrong magic bytes or version")
+    if checksum(sector[_SUMMED_FROM:]) != total:
+        raise SegmentInvalid("the checksum of the sector does not match")
     return fields

@@ -1,8 +1,8 @@
-"""Whose directory this is: one lock file that says "ours", "this version" and "in use".
+"""The lock file of a directory: it records that the directory is a tier's, its version, and use.
 
-The directories of one tier name each other in their lock files (a digest of the path each): so an
-empty one that was in use before is told from a new one. It is most likely the mount point of a
-disk that is not mounted, and writing there would fill the disk below it.
+The lock file of each directory also lists the other directories of the tier, as digests of their
+paths. An empty directory in that list was in use before, so it is not new: most likely it is the
+mount point of a disk that is not mounted. Writing to it would fill the disk below.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from kvstore.tiers.disk.layout import SEGMENT_VERSION, SUFFIX
 
 LOCK_NAME = "kvstore.lock"
 LOCK_BYTES = 4096
-"""What the lock file is counted as in the capacity."""
-_FIRST_WORDS = "kvstore disk tier, version "
-_OURS = f"{_FIRST_WORDS}{SEGMENT_VERSION}"
-_OTHERS = frozenset({"lost+found"})
-"""Names that do not make an empty directory somebody else's."""
-_PEERS = "with "
+"""Size of the lock file in the accounting of the capacity."""
+_FIRST_LINE_PREFIX = "kvstore disk tier, version "
+_FIRST_LINE = f"{_FIRST_LINE_PREFIX}{SEGMENT_VERSION}"
+_IGNORED_NAMES = frozenset({"lost+found"})
+"""Names that an unused directory may contain."""
+_PEER_PREFIX = "with "
 MAX_PEERS = 64
-"""Directories that a lock file names; those that left the configuration are among them."""
-MEDIUM_FAULTS = frozenset(
+"""Maximum number of peers in a lock file, including directories no longer configured."""
+DISK_ERRNOS = frozenset(
     {errno.EIO, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESTALE, errno.EROFS, errno.ENOENT}
 )
-"""Errors of a disk that is gone or broken, not of whoever wrote the configuration."""
+"""Errors of a missing or broken disk, as opposed to errors in the configuration."""
 
 
-class DirectoryGone(ConfigError):
-    """The directory's disk is not there or does not work; others of the same tier may."""
+class DirectoryUnavailable(ConfigError):
+    """The disk of this directory is missing or broken. Other directories of the tier may work."""
 
 
 class DirectoryLock:
-    """Holds a directory for this process until `release`."""
+    """Exclusive use of a directory by this process, until `release`."""
 
     def __init__(self, directory: str, *, create: bool = True) -> None:
-        """Take the directory; make it first if `create`.
+        """Lock the directory. create: create it if it does not exist.
 
-        Raises ConfigError when it is not ours, is in use, or is of another version; DirectoryGone
-        when its disk fails.
+        Raises ConfigError: the directory contains other files, is in use, or has another version.
+        Raises DirectoryUnavailable: its disk fails.
         """
         self.directory = directory
         self.peers: frozenset[str] = frozenset()
-        """Digests of directories that were used together with this one."""
+        """Digests of the other directories of the tier, now or in the past."""
         path = os.path.join(directory, LOCK_NAME)
         try:
             if create:
@@ -57,89 +57,93 @@ class DirectoryLock:
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
             self._fd = os.open(path, flags, 0o600)
         except OSError as error:
-            kind = DirectoryGone if error.errno in MEDIUM_FAULTS else ConfigError
+            kind = DirectoryUnavailable if error.errno in DISK_ERRNOS else ConfigError
             raise kind(
                 f"the disk tier cannot use {directory!r}: {error.strerror}; "
-                "give a directory this user can write to"
+                "use a directory that this user can write to"
             ) from None
         try:
-            self._claim()
+            self._lock()
         except BaseException:
             os.close(self._fd)
             raise
 
     def release(self) -> None:
-        """Let another process have it."""
+        """Unlock the directory."""
         os.close(self._fd)
 
-    def name_peers(self, digests: Sequence[str]) -> None:
-        """Write down which directories are used together with this one. Raises ConfigError."""
+    def record_peers(self, digests: Sequence[str]) -> None:
+        """Record the other directories of the tier in the lock file. Raises ConfigError."""
         known = self.peers | set(digests)
         if known == self.peers:
             return
-        # Room for those in use now, then for as many of the others as there is.
+        # The configured directories come first; the others fill the remaining entries.
         self.peers = frozenset([*digests, *(self.peers - set(digests))][:MAX_PEERS])
         self._write()
 
-    def _claim(self) -> None:
+    def _lock(self) -> None:
         try:
-            said = os.pread(self._fd, LOCK_BYTES, 0).decode(errors="replace")
+            content = os.pread(self._fd, LOCK_BYTES, 0).decode(errors="replace")
         except OSError as error:
-            raise DirectoryGone(
-                f"the disk tier cannot read {self.directory!r}: {error.strerror}; check its disk"
+            raise DirectoryUnavailable(
+                f"the disk tier cannot read {self.directory!r}: {error.strerror}; check the disk"
             ) from None
-        first, _, rest = said.partition("\n")
+        first, _, rest = content.partition("\n")
         user = rest.partition("\n")[0].strip()
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(
                 f"{self.directory!r} is in use by another kvstore ({user or 'unknown'}); "
-                "give each its own directory"
+                "use a separate directory for each"
             ) from None
-        if first and first != _OURS:
-            if first.startswith(_FIRST_WORDS):
-                version = first.removeprefix(_FIRST_WORDS)
+        if first and first != _FIRST_LINE:
+            if first.startswith(_FIRST_LINE_PREFIX):
+                version = first.removeprefix(_FIRST_LINE_PREFIX)
                 raise ConfigError(
-                    f"{self.directory!r} is of disk tier version {version[:20]}; this kvstore "
-                    f"knows {SEGMENT_VERSION}; give another directory"
+                    f"{self.directory!r} has disk tier version {version[:20]}; this kvstore "
+                    f"supports {SEGMENT_VERSION}; use another directory"
                 )
             raise ConfigError(
                 f"{os.path.join(self.directory, LOCK_NAME)!r} is not a lock file of kvstore; "
-                "give another directory"
+                "use another directory"
             )
-        lines = (line for line in rest.splitlines() if line.startswith(_PEERS))
-        self.peers = frozenset(line.removeprefix(_PEERS) for line in lines)
+        lines = (line for line in rest.splitlines() if line.startswith(_PEER_PREFIX))
+        self.peers = frozenset(line.removeprefix(_PEER_PREFIX) for line in lines)
         self._write()
 
     def _write(self) -> None:
-        lines = [_OURS, f"process {os.getpid()}", *(_PEERS + digest for digest in self.peers)]
-        words = "".join(f"{line}\n" for line in lines).encode()
-        assert len(words) <= LOCK_BYTES, "a lock file larger than it is counted as"
+        lines = [
+            _FIRST_LINE,
+            f"process {os.getpid()}",
+            *(_PEER_PREFIX + digest for digest in self.peers),
+        ]
+        content = "".join(f"{line}\n" for line in lines).encode()
+        assert len(content) <= LOCK_BYTES, "lock file larger than LOCK_BYTES"
         try:
-            # Written before it is cut, so that a disk without room does not cost the version.
-            os.pwrite(self._fd, words, 0)
-            os.ftruncate(self._fd, len(words))
+            # Write before truncating: on a full disk the version line then stays intact.
+            os.pwrite(self._fd, content, 0)
+            os.ftruncate(self._fd, len(content))
         except OSError as error:
-            kind = DirectoryGone if error.errno in MEDIUM_FAULTS else ConfigError
+            kind = DirectoryUnavailable if error.errno in DISK_ERRNOS else ConfigError
             raise kind(
                 f"the disk tier cannot write to {self.directory!r}: {error.strerror}; free some "
-                "space there, or give another directory"
+                "space there, or use another directory"
             ) from None
 
 
-def digest_of(directory: str) -> str:
-    """What a directory is called in the lock files of others."""
+def path_digest(directory: str) -> str:
+    """The digest of a directory's path, as lock files record it."""
     return f"{checksum(memoryview(os.path.realpath(directory).encode())):016x}"
 
 
-def is_claimed(directory: str) -> bool:
-    """Whether a lock file lies in the directory. An empty one, made by hand, claims it too."""
+def has_lock_file(directory: str) -> bool:
+    """Whether the directory contains a lock file. An empty one, created by hand, counts too."""
     return os.path.exists(os.path.join(directory, LOCK_NAME))
 
 
 def segment_paths(directory: str) -> list[str]:
-    """The segment files in a directory, oldest first."""
+    """Paths of the segment files in a directory, oldest first."""
     names = (name for name in os.listdir(directory) if _is_segment_name(name))
     return [os.path.join(directory, name) for name in sorted(names)]
 
@@ -150,10 +154,10 @@ def _is_segment_name(name: str) -> bool:
 
 
 def _check_empty(directory: str, create: bool) -> None:
-    others = [name for name in os.listdir(directory) if name not in _OTHERS]
+    others = [name for name in os.listdir(directory) if name not in _IGNORED_NAMES]
     if others or not create:
         raise ConfigError(
-            f"{directory!r} is no directory of kvstore's disk tier"
-            + (f" (it holds {others[0]!r})" if others else "")
-            + ("; give an empty one" if create else "; give the tier's directory")
+            f"{directory!r} is not a directory of kvstore's disk tier"
+            + (f" (it contains {others[0]!r})" if others else "")
+            + ("; use an empty directory" if create else "; give the tier's directory")
         )

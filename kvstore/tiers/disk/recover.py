@@ -1,9 +1,9 @@
-"""Opening what an earlier process left, however it ended.
+"""Opening the segments of an earlier process, after a clean close or a kill.
 
-Sealed segments are taken by their footers. A segment without a valid footer was in use when the
-process was killed (or its footer is damaged): its frames are found by a scan, from its last
-checkpoint on if there is one, and their payloads are checked once, because the order in which one
-write's pages reach the file is not known.
+The entries of a sealed segment come from its footer. A segment without a valid footer was in use
+when the process was killed, or its footer is corrupt. A scan then finds its frames, starting at the
+last checkpoint if the segment has one. The scan verifies each payload, because the sectors of one
+write may reach the file in any order.
 """
 
 from __future__ import annotations
@@ -14,115 +14,118 @@ from dataclasses import dataclass, field
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.disk.files import Files
-from kvstore.tiers.disk.index import unpack_place
+from kvstore.tiers.disk.index import unpack_location
 from kvstore.tiers.disk.layout import SegmentInvalid
-from kvstore.tiers.disk.lockfile import MEDIUM_FAULTS, DirectoryGone, segment_paths
-from kvstore.tiers.disk.scan import scan
+from kvstore.tiers.disk.lockfile import DISK_ERRNOS, DirectoryUnavailable, segment_paths
+from kvstore.tiers.disk.scan import scan_frames
 from kvstore.tiers.disk.segment import Segment
-from kvstore.tiers.disk.state import Limits, Shared
+from kvstore.tiers.disk.state import DiskLimits, DiskState
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Recovered:
-    """segments: oldest first, none in the index yet. torn: frames dropped by scans."""
+class RecoveryResult:
+    """segments: oldest first, not yet indexed. torn: number of frames that scans dropped."""
 
     segments: list[Segment] = field(default_factory=list)
     torn: int = 0
 
 
-def recover(files: Files, directory: str, limits: Limits, most: int) -> Recovered:
-    """Open every segment of a directory. Unusable and expired files of ours are removed, others
-    let be.
+def recover(files: Files, directory: str, limits: DiskLimits, max_segments: int) -> RecoveryResult:
+    """Open every segment of a directory. Invalid and expired segment files are deleted; other files
+    are not touched.
 
-    Raises ConfigError when a segment cannot be opened at all or there are more than `most`;
-    DirectoryGone when the disk is at fault.
+    Raises ConfigError: a segment cannot be opened, or there are more than `max_segments`.
+    Raises DirectoryUnavailable: the disk fails.
     """
-    found = Recovered()
+    result = RecoveryResult()
     now_ms = limits.now_ms()
     try:
         for path in segment_paths(directory):
             try:
                 segment = Segment.open(files, path)
-            except SegmentInvalid as fault:
-                log.warning("removing %s, which is no segment: %s", path, fault)
+            except SegmentInvalid as error:
+                log.warning("deleting invalid segment %s: %s", path, error)
                 files.unlink(path)
                 continue
-            # Of a clock that was ahead: else it would stay longer than it may.
-            segment.made_ms = min(segment.made_ms, now_ms)
-            if limits.ttl_ms and segment.made_ms + limits.ttl_ms <= now_ms:
+            # A time in the future (from a clock that was ahead) would extend the segment's life.
+            segment.created_ms = min(segment.created_ms, now_ms)
+            if limits.ttl_ms and segment.created_ms + limits.ttl_ms <= now_ms:
                 files.close(segment.fd)
                 files.unlink(path)
                 continue
-            found.segments.append(segment)
-            _read_entries(files, segment, found)
-        if len(found.segments) > most:
-            raise ConfigError(f"{directory!r} holds more than {most} segments; move it away")
+            result.segments.append(segment)
+            _load_entries(files, segment, result)
+        if len(result.segments) > max_segments:
+            raise ConfigError(
+                f"{directory!r} contains more than {max_segments} segments; move some away, or use "
+                "another directory"
+            )
     except OSError as error:
-        _close(files, found)
-        kind = DirectoryGone if error.errno in MEDIUM_FAULTS else ConfigError
+        _close_segments(files, result)
+        kind = DirectoryUnavailable if error.errno in DISK_ERRNOS else ConfigError
         raise kind(
             f"the disk tier cannot open {directory!r}: {error.strerror}; make its files readable "
             "and writable for this user, or raise the limit on open files"
         ) from None
     except ConfigError:
-        _close(files, found)
+        _close_segments(files, result)
         raise
-    return found
+    return result
 
 
-def _close(files: Files, found: Recovered) -> None:
-    for segment in found.segments:
+def _close_segments(files: Files, result: RecoveryResult) -> None:
+    for segment in result.segments:
         files.close(segment.fd)
 
 
-def fill(files: Files, shared: Shared, segment: Segment) -> None:
-    """Put a segment's live entries into the index; a later segment's win over an earlier's.
+def index_segment(files: Files, state: DiskState, segment: Segment) -> None:
+    """Add a segment's live entries to the index; later segments replace entries of earlier ones.
 
-    A block may lie twice: it was written again while the disk of the first one was not there. The
-    loser is deleted, or it would be back when the winner is.
+    A block has two copies if it was written again while the disk of the first copy was missing. The
+    replaced copy is deleted. Otherwise it would reappear after the newer copy is deleted.
     """
-    index, entries = shared.index, segment.entries
-    places = entries.places(segment.slot)
-    old: list[int] = []
-    if len(entries.names) == 1 and not any(segment.marks):
-        (name,) = entries.names
-        old = index.put_many(name, entries.hashes, places)
+    index, entries = state.index, segment.entries
+    locations = entries.locations(segment.segment_no)
+    replaced: list[int] = []
+    if len(entries.namespaces) == 1 and not any(segment.tombstones):
+        (namespace,) = entries.namespaces
+        replaced = index.put_many(namespace, entries.hashes, locations)
     else:
-        marks = segment.marks or bytearray(len(places))
-        for (key, _, _), place, mark in zip(entries, places, marks, strict=True):
-            if not mark:
-                old.append(index.get(key))
-                index.put(key, place)
-    for place in filter(None, old):
-        slot, page, _ = unpack_place(place)
+        tombstones = segment.tombstones or bytearray(len(locations))
+        for (key, _, _), location, tombstone in zip(entries, locations, tombstones, strict=True):
+            if not tombstone:
+                replaced.append(index.get(key))
+                index.put(key, location)
+    for location in filter(None, replaced):
+        segment_no, sector, _ = unpack_location(location)
         with contextlib.suppress(OSError):
-            shared.segments[slot].kill(files, page)
+            state.segments[segment_no].mark_deleted(files, sector)
 
 
-def _read_entries(files: Files, segment: Segment, found: Recovered) -> None:
-    """By the footer, else by a scan from the checkpoint or from the start."""
+def _load_entries(files: Files, segment: Segment, result: RecoveryResult) -> None:
+    """Load entries from the footer, else by a scan from the checkpoint or from the start."""
     start = 1
-    if segment.short:
-        log.warning("%s is shorter than it was; taking what is left", segment.path)
+    if segment.truncated:
+        log.warning("%s is truncated; recovering the frames that remain", segment.path)
     elif segment.load_footer(files):
         return
     elif segment.load_checkpoint(files):
-        start = segment.next_page
+        start = segment.next_sector
     entries, end = segment.entries, start
     torn = []
-    for frame in scan(files, segment, start):
-        end = frame.page + frame.pages
-        if frame.fault:
-            torn.append(frame.page)
+    for frame in scan_frames(files, segment, start):
+        end = frame.sector + frame.sectors
+        if frame.error:
+            torn.append(frame.sector)
         else:
-            entries.add(frame.header.key, frame.page, frame.pages)
-    segment.adopt(entries, end)
-    found.torn += len(torn)
+            entries.add(frame.header.key, frame.sector, frame.sectors)
+    segment.restore_entries(entries, end)
+    result.torn += len(torn)
     if torn:
-        log.warning("%s: %d unfinished or damaged frames dropped", segment.path, len(torn))
-    for page in torn:
-        # So that the next scan does not meet them again.
+        log.warning("%s: dropped %d incomplete or corrupt frames", segment.path, len(torn))
+    for sector in torn:
+        # The next scan then skips them.
         with contextlib.suppress(OSError):
-            segment.kill(files, page)
+            segment.mark_deleted(files, sector)

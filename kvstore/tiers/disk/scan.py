@@ -1,4 +1,4 @@
-"""The frames of a segment without its index: what is read after a kill, and by `kvstore verify`."""
+"""Finds the frames of a segment without its index: after a kill, and for `kvstore verify`."""
 
 from __future__ import annotations
 
@@ -8,47 +8,57 @@ from typing import Final
 
 import xxhash
 
-from kvstore.blocks.frame import MAGIC, FrameHeader, aligned_buffer, bind, checksum, decode_header
+from kvstore.blocks.frame import (
+    MAGIC,
+    FrameHeader,
+    aligned_buffer,
+    checksum,
+    decode_header,
+    mask_checksum,
+)
 from kvstore.errors import FrameInvalid
-from kvstore.tiers.disk.files import PAGE, Files
+from kvstore.tiers.disk.files import SECTOR_BYTES, Files
 from kvstore.tiers.disk.segment import Segment
 
 SCAN_BYTES: Final = 4 << 20
-"""Read at a time."""
+"""Bytes of one read."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A frame met by a scan. `fault`: why its payload cannot be what was written, or empty."""
+class ScannedFrame:
+    """A frame found by a scan. error: why its payload is corrupt; "": it is intact."""
 
     header: FrameHeader
-    page: int
-    pages: int
-    fault: str
+    sector: int
+    sectors: int
+    error: str
 
 
-def scan(files: Files, segment: Segment, start: int = 1) -> Iterator[Found]:
-    """Every frame of this tier's in the segment from page `start` on, its payload checked.
+def scan_frames(files: Files, segment: Segment, start: int = 1) -> Iterator[ScannedFrame]:
+    """Yield every frame of the segment from sector `start`, with its payload verified.
 
     Raises OSError.
     """
     window = _Window(files, segment)
-    page = start
-    while (view := window.at(page)) is not None:
-        header = header_at(segment, view, page)
+    sector = start
+    while (view := window.sector_at(sector)) is not None:
+        header = decode_header_at(segment, view, sector)
         if header is None:
-            page += 1
+            sector += 1
             continue
-        pages = 1 + header.payload_bytes // PAGE
-        yield Found(header, page, pages, window.payload_fault(header, page))
-        page += pages
+        sectors = 1 + header.payload_bytes // SECTOR_BYTES
+        yield ScannedFrame(header, sector, sectors, window.payload_error(header, sector))
+        sector += sectors
 
 
-def header_at(segment: Segment, view: memoryview, page: int) -> FrameHeader | None:
-    """The header in `view`, read from `page`, if this tier put it there; changes `view`."""
+def decode_header_at(segment: Segment, view: memoryview, sector: int) -> FrameHeader | None:
+    """Decode the header in `view`, read from `sector`; None unless this segment wrote it there.
+
+    Changes `view`.
+    """
     if view[: len(MAGIC)].tobytes() != MAGIC:
         return None
-    bind(view, segment.salt(page))
+    mask_checksum(view, segment.segment_nonce(sector))
     try:
         return decode_header(view)
     except FrameInvalid:
@@ -56,7 +66,7 @@ def header_at(segment: Segment, view: memoryview, page: int) -> FrameHeader | No
 
 
 class _Window:
-    """A part of the file in memory, moved forward as it is asked for."""
+    """A part of the file in memory that moves forward with the scan."""
 
     def __init__(self, files: Files, segment: Segment) -> None:
         self._files = files
@@ -65,20 +75,20 @@ class _Window:
         self._large = self._buffer[:0]
         self._start = self._end = 0
 
-    def at(self, page: int) -> memoryview | None:
-        """One page; None where the file ends."""
-        if not self._holds(page, 1) and not self._move(page, 1):
+    def sector_at(self, sector: int) -> memoryview | None:
+        """The bytes of one sector; None at the end of the file."""
+        if not self._covers(sector, 1) and not self._read_from(sector, 1):
             return None
-        at = page * PAGE - self._start
-        return self._buffer[at : at + PAGE]
+        at = sector * SECTOR_BYTES - self._start
+        return self._buffer[at : at + SECTOR_BYTES]
 
-    def payload_fault(self, header: FrameHeader, page: int) -> str:
-        """What is wrong with the stored bytes behind a header at `page`; empty when nothing."""
-        pages = header.payload_bytes // PAGE
-        if pages * PAGE > SCAN_BYTES:
-            total = self._sum_large(header, page + 1)
-        elif self._holds(page + 1, pages) or self._move(page + 1, pages):
-            at = (page + 1) * PAGE - self._start
+    def payload_error(self, header: FrameHeader, sector: int) -> str:
+        """Why the payload of the header at `sector` is corrupt; "" if it is intact."""
+        sectors = header.payload_bytes // SECTOR_BYTES
+        if sectors * SECTOR_BYTES > SCAN_BYTES:
+            total = self._checksum_large(header, sector + 1)
+        elif self._covers(sector + 1, sectors) or self._read_from(sector + 1, sectors):
+            at = (sector + 1) * SECTOR_BYTES - self._start
             total = checksum(self._buffer[at : at + header.stored_bytes])
         else:
             total = None
@@ -86,25 +96,27 @@ class _Window:
             return "the file ends inside the payload"
         return "" if total == header.stored_sum else "the payload does not match its checksum"
 
-    def _sum_large(self, header: FrameHeader, page: int) -> int | None:
-        """The checksum of a payload larger than the window, read through a buffer of its own."""
+    def _checksum_large(self, header: FrameHeader, sector: int) -> int | None:
+        """The checksum of a payload larger than the window, read through a separate buffer."""
         if not self._large:
             self._large = aligned_buffer(SCAN_BYTES)
         total = xxhash.xxh3_64()
         done = 0
         while done < header.stored_bytes:
             part = self._large[: min(SCAN_BYTES, header.payload_bytes - done)]
-            if self._files.read_at(self._fd, [part], page * PAGE + done) < len(part):
+            if self._files.read_at(self._fd, [part], sector * SECTOR_BYTES + done) < len(part):
                 return None
             total.update(part[: header.stored_bytes - done])
             done += len(part)
         return int(total.intdigest())
 
-    def _holds(self, page: int, pages: int) -> bool:
-        return self._start <= page * PAGE and (page + pages) * PAGE <= self._end
+    def _covers(self, sector: int, sectors: int) -> bool:
+        return (
+            self._start <= sector * SECTOR_BYTES and (sector + sectors) * SECTOR_BYTES <= self._end
+        )
 
-    def _move(self, page: int, pages: int) -> bool:
-        """Read from `page` on; whether `pages` are there."""
-        self._start = page * PAGE
+    def _read_from(self, sector: int, sectors: int) -> bool:
+        """Move the window to `sector`; returns whether it covers `sectors` sectors."""
+        self._start = sector * SECTOR_BYTES
         self._end = self._start + self._files.read_at(self._fd, [self._buffer], self._start)
-        return self._holds(page, pages)
+        return self._covers(sector, sectors)

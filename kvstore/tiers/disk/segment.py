@@ -1,16 +1,19 @@
-"""One segment file: frames one after another, and an index of them at its end once it is sealed.
+"""One segment file: frames one after another, and their index at the end once it is sealed.
 
-    page 0            header: magic, version, checksum, number, size, a secret of 16 bytes, its age
-    page 1 ...        frames, each in one run of pages; gaps where a write failed
+    sector 0          header: magic, version, checksum, sequence number, size, secret (16 bytes),
+                      time of creation
+    sector 1 ...      frames in consecutive sectors; gaps where a write failed
     ...               footer body: the packed `Entries`
-    ...               one byte per entry: 1 when the block was deleted after sealing
-    last page         trailer: the header's fields again, and where the body lies
+    ...               tombstones, one byte per entry: 1 if the block was deleted after sealing
+    last sector       trailer: the header's fields again, and the sector of the body
 
-A frame's header is bound (`frame.bind`) to the segment's secret and to its page, so the scan of a
-segment without a footer finds the frames that this tier put there and no other: not one that
-lies inside a block's bytes, not one at a wrong place. The last page of a segment in use is zero,
-or the trailer of a checkpoint: a footer like the others, of the frames until then. What it takes
-lies within what is kept free for the last one, so frames that follow do not touch it.
+The checksum of a frame's header is masked (`frame.mask_checksum`) with a nonce made from the
+segment's secret and the frame's sector. A scan without a footer therefore accepts only frames that
+this tier wrote at that sector. It rejects bytes inside a block that look like a frame.
+
+The last sector of a segment in use is zero, or the trailer of a checkpoint. A checkpoint is a
+footer for the frames written so far. It fits into the space reserved for the final footer, so later
+frames do not overwrite it.
 """
 
 from __future__ import annotations
@@ -23,14 +26,14 @@ from typing import Final
 
 from kvstore.blocks.frame import aligned_buffer, checksum
 from kvstore.blocks.key import Key
-from kvstore.tiers.disk.files import PAGE, Files
-from kvstore.tiers.disk.index import MAX_NAMES, MAX_SEGMENT_PAGES, Entries, entry_bytes
+from kvstore.tiers.disk.files import SECTOR_BYTES, Files
+from kvstore.tiers.disk.index import MAX_NAMESPACES, MAX_SEGMENT_SECTORS, Entries, max_entry_bytes
 from kvstore.tiers.disk.layout import (
     CHECKPOINT,
     SEALED,
     SECRET_BYTES,
     SUFFIX,
-    Identity,
+    SegmentIdentity,
     SegmentInvalid,
     read_footer,
     read_identity,
@@ -38,86 +41,88 @@ from kvstore.tiers.disk.layout import (
     write_header,
 )
 
-MIN_SEGMENT_BYTES: Final = 16 * PAGE
-_FIXED_FOOTER_BYTES = 3 * PAGE
-"""Rounding of the body and of the deletion marks, and the trailer."""
+MIN_SEGMENT_BYTES: Final = 16 * SECTOR_BYTES
+_FIXED_FOOTER_BYTES = 3 * SECTOR_BYTES
+"""The trailer, and the padding of the body and of the tombstones."""
 
 
 class Segment:
-    """A segment and its open descriptor. The tier's lock guards every field but the file."""
+    """A segment and its open descriptor. The tier's lock guards all fields, but not the file."""
 
-    def __init__(self, path: str, fd: int, who: Identity, *, named: bool) -> None:
-        """named: its name is on stable storage."""
+    def __init__(
+        self, path: str, fd: int, identity: SegmentIdentity, *, name_durable: bool
+    ) -> None:
+        """name_durable: the file's name is on stable storage."""
         self.path = path
         self.fd = fd
-        self.who = who
-        self.made_ms = who.made_ms
-        """When it was made, in milliseconds since 1970."""
-        self.slot = 0
-        """This segment's number in places."""
-        self.stripe = 0
-        """Number of the directory it lies in."""
+        self.identity = identity
+        self.created_ms = identity.created_ms
+        """Time of creation in milliseconds since 1970."""
+        self.segment_no = 0
+        """The segment's number in locations."""
+        self.volume_no = 0
+        """Number of its directory."""
         self.entries = Entries()
-        self.next_page = 1
-        self.names: set[tuple[str, str]] = set()
+        self.next_sector = 1
+        self.namespaces: set[tuple[str, str]] = set()
         self.footer_bytes = _FIXED_FOOTER_BYTES
-        """Most bytes the footer takes with everything reserved until now."""
-        self.users = 0
-        """Calls that hold the descriptor, one reference each."""
+        """Maximum size of the footer with all frames reserved so far."""
+        self.refs = 0
+        """References to the descriptor: one of the volume, one of each call that uses it."""
         self.writing: set[int] = set()
-        """Pages of frames that some of them are writing."""
+        """First sectors of the frames that calls are writing."""
         self.last_used = 0
-        """The tier's count of uses when this segment was last written or read."""
-        self.dead = False
-        """Out of the table: the last user closes the descriptor."""
-        self.short = False
-        """The file is not as long as it says: read from it, do not append."""
-        self.sealing = False
-        """It waits for its footer."""
+        """The tier's use counter at the last read or write of this segment."""
+        self.removed = False
+        """Removed from the volume: the last reference closes the descriptor."""
+        self.truncated = False
+        """The file is shorter than its header says: read only."""
+        self.seal_pending = False
+        """The syncer has to write the footer."""
         self.sealed = False
-        self.marks = bytearray()
-        """Deletion mark of each entry of a sealed segment."""
-        self.marks_page = 0
-        self.killed: set[int] = set()
-        """Pages of frames deleted from an unsealed segment."""
-        self.saved_page = 0
-        """The page up to which a checkpoint names every frame; 0 without one."""
+        self.tombstones = bytearray()
+        """Tombstone of each entry of a sealed segment."""
+        self.tombstones_sector = 0
+        self.deleted_sectors: set[int] = set()
+        """First sectors of the frames deleted from an unsealed segment."""
+        self.checkpoint_sector = 0
+        """The checkpoint lists all frames before this sector; 0: no checkpoint."""
         self.file_lock = threading.Lock()
-        """Held while the footer or a deletion is written; only `_sync_lock` is taken inside."""
-        self.sync_fault = ""
-        """Why a sync failed; it stays, and the segment takes no more frames."""
-        self._named = named
+        """Guards writes of the footer and of deletions. Only `_sync_lock` is taken inside."""
+        self.sync_error = ""
+        """Error of a failed sync; permanent, and the segment takes no more frames."""
+        self._name_durable = name_durable
         self._sync_lock = threading.Lock()
 
     @property
-    def number(self) -> int:
-        return self.who.number
+    def sequence_no(self) -> int:
+        return self.identity.sequence_no
 
     @property
     def nbytes(self) -> int:
-        return self.who.nbytes
+        return self.identity.nbytes
 
     # ------------------------------------------------------------------ room
 
-    def reserve(self, key: Key, pages: int) -> int:
-        """Take `pages` pages for a frame; its first page, or 0 when there is no room."""
-        if self.sync_fault:
+    def reserve(self, key: Key, sectors: int) -> int:
+        """Reserve sectors for a frame; returns the first one, or 0 if the segment is full."""
+        if self.sync_error:
             return 0
-        footer = self.footer_bytes + entry_bytes(key) + 1
-        if (self.next_page + pages) * PAGE + footer > self.who.nbytes:
+        footer = self.footer_bytes + max_entry_bytes(key) + 1
+        if (self.next_sector + sectors) * SECTOR_BYTES + footer > self.identity.nbytes:
             return 0
-        if key[:2] not in self.names:
-            if len(self.names) >= MAX_NAMES:
+        if key[:2] not in self.namespaces:
+            if len(self.namespaces) >= MAX_NAMESPACES:
                 return 0
-            self.names.add(key[:2])
-        page = self.next_page
-        self.next_page += pages
+            self.namespaces.add(key[:2])
+        sector = self.next_sector
+        self.next_sector += sectors
         self.footer_bytes = footer
-        return page
+        return sector
 
-    def salt(self, page: int) -> int:
-        """What the header of a frame at `page` is bound with."""
-        return checksum(self.who.secret + page.to_bytes(8, "little"))
+    def segment_nonce(self, sector: int) -> int:
+        """The nonce that masks the header checksum of a frame at `sector`."""
+        return checksum(self.identity.secret + sector.to_bytes(8, "little"))
 
     # ------------------------------------------------------------------ file
 
@@ -126,160 +131,170 @@ class Segment:
         cls,
         files: Files,
         directory: str,
-        number: int,
+        sequence_no: int,
         nbytes: int,
-        made_ms: int,
+        created_ms: int,
         *,
         reuse: Segment | None = None,
     ) -> Segment:
-        """A new, empty, fully allocated segment; its name is durable after a sync. Raises OSError.
+        """Create an empty, fully allocated segment. Its name is durable after a sync.
 
-        made_ms: now, in milliseconds since 1970. reuse: a dead segment of that size that nobody
-        holds: its file becomes the new one's. A file system writes faster to what was written
-        before, and what lies in it is no frame under another secret. A kill before the file has
-        its new name leaves one that says it is another segment, and is removed.
+        created_ms: now, in milliseconds since 1970. reuse: a removed segment of the same size
+        without other references; its file becomes the new segment. A file system writes faster to
+        blocks that were written before, and under the new secret the old frames are invalid. After
+        a kill before the rename, the header does not match the file name, and recovery deletes it.
+
+        Raises OSError.
         """
-        path = os.path.join(directory, f"{number:012d}{SUFFIX}")
-        who = Identity(number, nbytes, os.urandom(SECRET_BYTES), made_ms)
-        fd, lies_at = (reuse.fd, reuse.path) if reuse else (files.create(path, nbytes), path)
+        path = os.path.join(directory, f"{sequence_no:012d}{SUFFIX}")
+        identity = SegmentIdentity(sequence_no, nbytes, os.urandom(SECRET_BYTES), created_ms)
+        fd, current_path = (reuse.fd, reuse.path) if reuse else (files.create(path, nbytes), path)
         try:
-            write_header(files, fd, who)
+            write_header(files, fd, identity)
             if reuse:
                 files.rename(reuse.path, path)
         except BaseException:
             files.close(fd)
-            files.unlink(lies_at)
+            files.unlink(current_path)
             raise
-        return cls(path, fd, who, named=False)
+        return cls(path, fd, identity, name_durable=False)
 
     @classmethod
     def open(cls, files: Files, path: str, *, writable: bool = True) -> Segment:
-        """An existing segment, its footer not yet read. Raises SegmentInvalid, OSError."""
+        """Open an existing segment without its footer. Raises SegmentInvalid, OSError."""
         fd = files.open(path, writable=writable)
         try:
-            who, damaged = read_identity(files, fd)
-            if os.path.basename(path) != f"{who.number:012d}{SUFFIX}":
-                raise SegmentInvalid(f"it says that it is segment {who.number}")
-            if who.nbytes % PAGE or not MIN_SEGMENT_BYTES <= who.nbytes <= MAX_SEGMENT_PAGES * PAGE:
-                raise SegmentInvalid(f"it says that it has {who.nbytes} bytes")
-            segment = cls(path, fd, who, named=True)
+            identity, corrupt = read_identity(files, fd)
+            if os.path.basename(path) != f"{identity.sequence_no:012d}{SUFFIX}":
+                raise SegmentInvalid(f"its header has sequence number {identity.sequence_no}")
+            if (
+                identity.nbytes % SECTOR_BYTES
+                or not MIN_SEGMENT_BYTES <= identity.nbytes <= MAX_SEGMENT_SECTORS * SECTOR_BYTES
+            ):
+                raise SegmentInvalid(f"its header has an invalid size ({identity.nbytes} bytes)")
+            segment = cls(path, fd, identity, name_durable=True)
             status = os.fstat(fd)
-            segment.short = status.st_size != who.nbytes
-            segment.made_ms = who.made_ms or int(status.st_mtime * 1000)
-            if damaged and writable:
-                write_header(files, fd, who)
+            segment.truncated = status.st_size != identity.nbytes
+            segment.created_ms = identity.created_ms or int(status.st_mtime * 1000)
+            if corrupt and writable:
+                write_header(files, fd, identity)
             return segment
         except BaseException:
             files.close(fd)
             raise
 
     def sync(self, files: Files) -> None:
-        """Return when every frame written is on stable storage. Raises OSError, and from then on.
+        """Wait until every written frame is on stable storage.
 
-        A failed fdatasync has dropped pages that the next one knows nothing of, and it tells only
-        one of those who wait at the same time: so they take turns, and one failure is for good.
-        Frames stay readable, as far as their checksums hold.
+        Raises OSError, also for every later call. A failed fdatasync drops dirty pages, and the
+        next fdatasync does not report them again. Of several concurrent calls the kernel reports
+        the error to one only. So the calls take turns, and one failure is permanent. Frames stay
+        readable if their checksums match.
         """
         with self._sync_lock:
-            if self.sync_fault:
-                raise OSError(errno.EIO, f"an earlier sync failed: {self.sync_fault}")
+            if self.sync_error:
+                raise OSError(errno.EIO, f"an earlier sync failed: {self.sync_error}")
             try:
                 files.sync(self.fd)
-                if not self._named:
+                if not self._name_durable:
                     files.sync_directory(os.path.dirname(self.path))
-                    self._named = True
+                    self._name_durable = True
             except OSError as error:
-                self.sync_fault = str(error)
+                self.sync_error = str(error)
                 raise
 
     def seal(self, files: Files) -> None:
-        """Write the footer; every frame before it is on stable storage first. Raises OSError.
+        """Sync the frames, then write the footer. Raises OSError.
 
-        No write is in flight, and none comes until `reopen`. The footer itself need not be on
-        stable storage: without it, or with half of it, the segment is scanned.
+        The caller guarantees that no write is in progress, and that none starts before `reopen`.
+        The footer itself is not synced: a segment with a missing or partial footer is scanned.
         """
         with self.file_lock:
             self.sync(files)
-            entries = self.entries.in_page_order(without=self.killed)
-            self.marks_page = self._write_footer(files, entries, self.next_page, SEALED)
-            self.entries, self.marks = entries, bytearray(len(entries))
-            self.killed.clear()
-            self.saved_page = 0
+            entries = self.entries.sorted_by_sector(without=self.deleted_sectors)
+            self.tombstones_sector = self._write_footer(files, entries, self.next_sector, SEALED)
+            self.entries, self.tombstones = entries, bytearray(len(entries))
+            self.deleted_sectors.clear()
+            self.checkpoint_sector = 0
             self.sealed = True
 
-    def checkpoint(self, files: Files, entries: Entries, page: int, killed: int) -> None:
-        """Write down the index of the frames before `page`, for the case of a kill. Raises OSError.
+    def checkpoint(self, files: Files, entries: Entries, sector: int, deleted_count: int) -> None:
+        """Write a checkpoint: an index of the frames before `sector`, for recovery after a kill.
 
-        Those frames are on stable storage. killed: how many pages were in `self.killed` when
-        `entries` was taken; with more now, it says too much, and is left.
+        The frames are on stable storage. deleted_count: size of `deleted_sectors` when `entries`
+        was copied. If it has grown, `entries` contains deleted frames and no checkpoint is written.
+        Raises OSError.
         """
         with self.file_lock:
-            if not self.sealed and killed == len(self.killed):
-                self._write_footer(files, entries, page, CHECKPOINT)
-                self.saved_page = page
+            if not self.sealed and deleted_count == len(self.deleted_sectors):
+                self._write_footer(files, entries, sector, CHECKPOINT)
+                self.checkpoint_sector = sector
 
     def load_footer(self, files: Files) -> bool:
-        """Take entries, marks and the end from the footer; False when there is no valid one."""
-        footer = read_footer(files, self.fd, self.who, SEALED)
+        """Load entries, tombstones and the end from the footer; returns False if it is invalid."""
+        footer = read_footer(files, self.fd, self.identity, SEALED)
         if footer is None:
             return False
-        self.adopt(footer.entries, footer.next_page)
-        self.marks, self.marks_page = footer.marks, footer.marks_page
+        self.restore_entries(footer.entries, footer.next_sector)
+        self.tombstones, self.tombstones_sector = footer.tombstones, footer.tombstones_sector
         self.sealed = True
         return True
 
     def load_checkpoint(self, files: Files) -> bool:
-        """Take entries from a checkpoint, if there is one; frames may follow at `next_page`."""
-        footer = read_footer(files, self.fd, self.who, CHECKPOINT)
+        """Load entries from a checkpoint, if there is one. Frames may follow at `next_sector`."""
+        footer = read_footer(files, self.fd, self.identity, CHECKPOINT)
         if footer is None:
             return False
-        self.adopt(footer.entries, footer.next_page)
-        self.saved_page = footer.next_page
+        self.restore_entries(footer.entries, footer.next_sector)
+        self.checkpoint_sector = footer.next_sector
         return True
 
-    def adopt(self, entries: Entries, next_page: int) -> None:
-        """Make `entries` this segment's, frames ending before `next_page`."""
-        self.entries, self.next_page = entries, next_page
+    def restore_entries(self, entries: Entries, next_sector: int) -> None:
+        """Set the segment's entries. All frames end before `next_sector`."""
+        self.entries, self.next_sector = entries, next_sector
 
     def reopen(self, files: Files) -> None:
-        """Make ready for appending, sealed or not; deleted blocks are left out. Raises OSError.
+        """Make a sealed or unsealed segment ready for appending, without its deleted blocks.
 
-        Their marks go with the footer. From then on their headers tell, which are cleared here
-        once more: a kill may have come between a mark and its header.
+        The tombstones are discarded with the footer, so a cleared header marks a deleted frame from
+        then on. The headers are cleared once more here, in case a kill came between the write of a
+        tombstone and the clearing of its header. Raises OSError.
         """
-        marked = zip(self.entries.page_of, self.marks, strict=self.sealed)
-        deleted = {page for page, mark in marked if mark}
-        for page in deleted:
-            files.write_at(self.fd, [aligned_buffer(PAGE)], page * PAGE)
-        if self.sealed or not self.saved_page:
-            files.write_at(self.fd, [aligned_buffer(PAGE)], self.nbytes - PAGE)
-        self.sealed, self.marks, self.marks_page = False, bytearray(), 0
-        self.entries = self.entries.in_page_order(without=deleted)
-        self.names = set(self.entries.names)
+        marked = zip(self.entries.first_sectors, self.tombstones, strict=self.sealed)
+        deleted = {sector for sector, tombstone in marked if tombstone}
+        for sector in deleted:
+            files.write_at(self.fd, [aligned_buffer(SECTOR_BYTES)], sector * SECTOR_BYTES)
+        if self.sealed or not self.checkpoint_sector:
+            files.write_at(self.fd, [aligned_buffer(SECTOR_BYTES)], self.nbytes - SECTOR_BYTES)
+        self.sealed, self.tombstones, self.tombstones_sector = False, bytearray(), 0
+        self.entries = self.entries.sorted_by_sector(without=deleted)
+        self.namespaces = set(self.entries.namespaces)
         self.footer_bytes = _FIXED_FOOTER_BYTES + len(self.entries.pack()) + len(self.entries)
 
-    def kill(self, files: Files, page: int) -> None:
-        """Make sure the frame at `page` stays deleted after a restart. Raises OSError."""
+    def mark_deleted(self, files: Files, sector: int) -> None:
+        """Record on disk that the frame at `sector` is deleted. Raises OSError."""
         with self.file_lock:
             if self.sealed:
-                self._mark(files, page)
+                self._write_tombstone(files, sector)
             else:
-                self.killed.add(page)
-                if self.saved_page:
-                    self.saved_page = 0
-                    files.write_at(self.fd, [aligned_buffer(PAGE)], self.nbytes - PAGE)
-            files.write_at(self.fd, [aligned_buffer(PAGE)], page * PAGE)
+                self.deleted_sectors.add(sector)
+                if self.checkpoint_sector:
+                    self.checkpoint_sector = 0
+                    files.write_at(
+                        self.fd, [aligned_buffer(SECTOR_BYTES)], self.nbytes - SECTOR_BYTES
+                    )
+            files.write_at(self.fd, [aligned_buffer(SECTOR_BYTES)], sector * SECTOR_BYTES)
 
-    def _mark(self, files: Files, page: int) -> None:
-        """Set the deletion mark of the entry at `page`, and write the page of marks it is in."""
-        at = bisect_left(self.entries.page_of, page)
-        assert self.entries.page_of[at] == page, "no entry of this segment"
-        self.marks[at] = 1
-        first = at - at % PAGE
-        scratch = aligned_buffer(PAGE)
-        marks = self.marks[first : first + PAGE]
-        scratch[: len(marks)] = marks
-        files.write_at(self.fd, [scratch], self.marks_page * PAGE + first)
+    def _write_tombstone(self, files: Files, sector: int) -> None:
+        """Set the tombstone of the entry at `sector`, and write the sector that contains it."""
+        at = bisect_left(self.entries.first_sectors, sector)
+        assert self.entries.first_sectors[at] == sector, "no entry of this segment"
+        self.tombstones[at] = 1
+        first = at - at % SECTOR_BYTES
+        scratch = aligned_buffer(SECTOR_BYTES)
+        tombstones = self.tombstones[first : first + SECTOR_BYTES]
+        scratch[: len(tombstones)] = tombstones
+        files.write_at(self.fd, [scratch], self.tombstones_sector * SECTOR_BYTES + first)
 
-    def _write_footer(self, files: Files, entries: Entries, next_page: int, magic: bytes) -> int:
-        return write_footer(files, self.fd, self.who, entries, next_page, magic)
+    def _write_footer(self, files: Files, entries: Entries, next_sector: int, magic: bytes) -> int:
+        return write_footer(files, self.fd, self.identity, entries, next_sector, magic)

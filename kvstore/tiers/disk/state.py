@@ -1,8 +1,8 @@
-"""What the directories of one disk tier have in common: the lock, the index, who uses what.
+"""State that all directories of a disk tier share: the lock, the index and segment references.
 
-Every segment has one reference for being in a table and one for each call that holds its
-descriptor. Leaving the table removes its file at once; the descriptor is closed by whoever lets
-go last, so a read under way ends well. Its bytes count until then.
+A segment has one reference of its volume and one of each call that uses its descriptor. Removing a
+segment from its volume deletes the file immediately. The last reference closes the descriptor, so a
+read in progress completes. The segment's bytes count towards the capacity until then.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.blocks.key import Key
-from kvstore.tiers.disk.index import MAX_SLOTS, Index, pack_place, unpack_place
+from kvstore.tiers.disk.index import MAX_OPEN_SEGMENTS, Index, pack_location, unpack_location
 from kvstore.tiers.disk.segment import Segment
 
-AGE_PARTS = 8
-"""With a time to live, a segment takes frames for this part of it, so that all of them go when
-the first one must and none much earlier."""
-OVERTAKEN_MAX = 1 << 16
-"""Blocks whose older copies are remembered; see `Shared.overtaken`."""
+TTL_PARTS = 8
+"""With a TTL, a segment takes new frames for 1/8 of the TTL. All its frames expire with the first
+one, at most that much early."""
+MAX_SUPERSEDED = 1 << 16
+"""Maximum number of blocks with recorded older copies; see `DiskState.publish`."""
 CHECKPOINT_BYTES = 1 << 30
-"""Frames written to a segment since its last checkpoint that are worth another one."""
+"""Bytes written to a segment since its last checkpoint that trigger the next one."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a directory may take, and for how long. Sizes in bytes; ttl_ms 0: for ever."""
+class DiskLimits:
+    """Limits of one directory. ttl_ms: 0 for no limit."""
 
     capacity_bytes: int
     segment_bytes: int
@@ -39,18 +39,18 @@ class Limits:
     """Seconds since 1970."""
 
     @property
-    def append_ms(self) -> float:
-        """How long a segment takes frames; 0: as long as there is room."""
-        return self.ttl_ms / AGE_PARTS
+    def append_window_ms(self) -> float:
+        """How long a segment takes new frames, in milliseconds; 0: until it is full."""
+        return self.ttl_ms / TTL_PARTS
 
     def now_ms(self) -> int:
         return int(self.clock() * 1000)
 
 
-class Shared:
-    """`lock` guards all of it, is the tier's own, and is never held across I/O.
+class DiskState:
+    """The shared state. `lock` guards all fields; no thread does I/O while it owns the lock.
 
-    Methods are called with the lock held.
+    The caller of each method owns the lock.
     """
 
     def __init__(self) -> None:
@@ -58,74 +58,77 @@ class Shared:
         self.changed = threading.Condition(self.lock)
         self.index = Index()
         self.segments: dict[int, Segment] = {}
-        """Every segment of every directory, by its slot in places."""
+        """Segments of all directories by their number in locations."""
         self.evictions = 0
-        """Blocks that went with their segment."""
+        """Number of blocks removed with their segment."""
         self.expired = 0
-        """Of these, the ones whose time was over."""
+        """Number of those that had reached the TTL."""
         self.torn = 0
-        self._overtaken: OrderedDict[Key, list[tuple[Segment, int]]] = OrderedDict()
-        self._held = 0
+        """Number of incomplete or corrupt frames that recovery dropped."""
+        self._superseded: OrderedDict[Key, list[tuple[Segment, int]]] = OrderedDict()
+        self._acquired = 0
         self._uses = 0
 
-    def enter(self, segment: Segment) -> None:
-        """Give a segment a slot, and the reference of its table."""
-        segment.slot = next(slot for slot in range(MAX_SLOTS) if slot not in self.segments)
-        segment.users += 1
-        self.segments[segment.slot] = segment
+    def add_segment(self, segment: Segment) -> None:
+        """Give a segment its number and the reference of its volume."""
+        segment.segment_no = next(
+            segment_no for segment_no in range(MAX_OPEN_SEGMENTS) if segment_no not in self.segments
+        )
+        segment.refs += 1
+        self.segments[segment.segment_no] = segment
         self.touch(segment)
 
-    def put(self, key: Key, segment: Segment, page: int, pages: int) -> None:
-        """A frame is written, and visible from now on.
+    def publish(self, key: Key, segment: Segment, sector: int, sectors: int) -> None:
+        """Make a written frame visible to readers.
 
-        An older one of the same key lies where it could not be had: its directory was left alone.
-        Who deletes the key must find that too, or it would be back after a restart.
+        The key may have an older frame in a directory that is disabled. Its location is recorded,
+        so that a delete removes both. Otherwise the older frame would reappear after a restart.
         """
         old = self.index.get(key)
         if old:
-            slot, old_page, _ = unpack_place(old)
-            self._overtaken.setdefault(key, []).append((self.segments[slot], old_page))
-            if len(self._overtaken) > OVERTAKEN_MAX:
-                self._overtaken.popitem(last=False)
-        self.index.put(key, pack_place(segment.slot, page, pages))
+            segment_no, old_sector, _ = unpack_location(old)
+            self._superseded.setdefault(key, []).append((self.segments[segment_no], old_sector))
+            if len(self._superseded) > MAX_SUPERSEDED:
+                self._superseded.popitem(last=False)
+        self.index.put(key, pack_location(segment.segment_no, sector, sectors))
 
-    def take_out(self, key: Key) -> list[tuple[Segment, int]]:
-        """Take a key out of the index: where its frames lie (segment, page), to be killed there."""
-        found = self._overtaken.pop(key, [])
-        place = self.index.get(key)
-        if place:
-            slot, page, _ = unpack_place(place)
-            self.index.remove(key, place)
-            found.append((self.segments[slot], page))
-        return [(segment, page) for segment, page in found if not segment.dead]
+    def remove_key(self, key: Key) -> list[tuple[Segment, int]]:
+        """Remove a key from the index; returns (segment, sector) of each of its frames on disk."""
+        found = self._superseded.pop(key, [])
+        location = self.index.get(key)
+        if location:
+            segment_no, sector, _ = unpack_location(location)
+            self.index.remove(key, location)
+            found.append((self.segments[segment_no], sector))
+        return [(segment, sector) for segment, sector in found if not segment.removed]
 
-    def leave(self, segment: Segment) -> int:
-        """Take a segment and its blocks out; how many these were."""
-        segment.dead = True
-        del self.segments[segment.slot]
-        gone = self.index.remove_all(segment.entries, segment.slot)
-        self.evictions += gone
-        return gone
+    def remove_segment(self, segment: Segment) -> int:
+        """Remove a segment and its blocks; returns the number of blocks."""
+        segment.removed = True
+        del self.segments[segment.segment_no]
+        removed = self.index.remove_all(segment.entries, segment.segment_no)
+        self.evictions += removed
+        return removed
 
     def touch(self, segment: Segment) -> None:
-        """It was used just now."""
+        """Record a use of the segment."""
         self._uses += 1
         segment.last_used = self._uses
 
-    def hold(self, segment: Segment) -> None:
-        """Keep the descriptor open until `let_go`."""
-        segment.users += 1
-        self._held += 1
+    def acquire(self, segment: Segment) -> None:
+        """Take a reference: the descriptor stays open until `release`."""
+        segment.refs += 1
+        self._acquired += 1
 
-    def let_go(self, segment: Segment) -> bool:
-        """Return what `hold` took; True when the caller is the last, and must `bury` it."""
-        self._held -= 1
-        segment.users -= 1
-        assert segment.users >= 0, "a segment dropped twice"
-        if not self._held:
+    def release(self, segment: Segment) -> bool:
+        """Drop a reference. If True, it was the last: the caller must call `close_segment`."""
+        self._acquired -= 1
+        segment.refs -= 1
+        assert segment.refs >= 0, "segment released twice"
+        if not self._acquired:
             self.changed.notify_all()
-        return segment.users == 0
+        return segment.refs == 0
 
-    def busy(self) -> bool:
-        """Whether any call holds a segment."""
-        return self._held > 0
+    def is_busy(self) -> bool:
+        """Whether any call uses a segment."""
+        return self._acquired > 0

@@ -1,12 +1,14 @@
 """The disk tier: frames appended to preallocated segments, an index in memory.
 
-One lock guards the index, the table of segments and every reservation, and is never held across
-I/O. A write reserves its pages under the lock, writes beside other writers, and only then is
-published into the index; a read looks its place up, takes a reference on the segment, and reads
-beside everything else. Space comes back a segment at a time; by default from the one that was
-least recently read or written: a segment holds what was written together, and what is read again
-is read together (a shared prompt's run), while the oldest segment often holds the prompts that
-everybody shares.
+One lock guards the index, the segments and all reservations. No thread does I/O while it owns the
+lock. A write reserves its sectors under the lock, writes without it, and then publishes the frame
+in the index. A read looks up its location, takes a reference to the segment, and reads without the
+lock.
+
+Space is reclaimed by segment. By default the least recently read or written segment is evicted. A
+segment contains blocks that were written together, and these are usually read together (the prefix
+of a shared prompt). The oldest segment often contains the most widely shared prompts, so age alone
+would be a bad criterion.
 """
 
 from __future__ import annotations
@@ -18,33 +20,33 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvstore.blocks.frame import bind
+from kvstore.blocks.frame import mask_checksum
 from kvstore.blocks.key import Key
 from kvstore.errors import FrameTooLarge, TierError, TierFull, TierUnavailable
 from kvstore.tiers.base import Tier
-from kvstore.tiers.disk.files import PAGE, Files, Pages
-from kvstore.tiers.disk.index import MAX_FRAME_PAGES, pack_place, unpack_place
+from kvstore.tiers.disk.files import SECTOR_BYTES, Files, SectorBuffer
+from kvstore.tiers.disk.index import MAX_FRAME_SECTORS, pack_location, unpack_location
 from kvstore.tiers.disk.segment import Segment
-from kvstore.tiers.disk.state import Limits, Shared
-from kvstore.tiers.disk.volume import OVERHEAD_PAGES, Table, Taken
-from kvstore.tiers.disk.volumes import Stripes
+from kvstore.tiers.disk.state import DiskLimits, DiskState
+from kvstore.tiers.disk.volume import OVERHEAD_SECTORS, Reservation, Volume
+from kvstore.tiers.disk.volumes import Volumes
 
 log = logging.getLogger(__name__)
 
 SAME_KEY_WAIT_S = 60.0
-"""Longest a writer waits for another that is writing the same key."""
+"""Maximum wait for another write of the same key."""
 CLOSE_WAIT_S = 30.0
-"""Longest `close` waits for calls under way."""
-WORKERS_READ, WORKERS_WRITE, WORKERS_DURABLE = 4, 2, 8
-"""Calls worth having in flight at once, for each directory: reads, writes, and writes that wait for
-stable storage (8 of them share an fdatasync: 5 times the rate of 2 at 64 KiB, 1.2 at 2 MiB)."""
+"""Maximum wait of `close` for running calls."""
+WORKERS_READ, WORKERS_WRITE, WORKERS_SYNC_WRITES = 4, 2, 8
+"""Concurrent calls per directory: reads, writes, and writes with `sync_writes`. (8 writes that
+share an fdatasync reach 5 times the rate of 2 at 64 KiB, and 1.2 times at 2 MiB.)"""
 MAX_WORKERS = 16
-"""And for all of them together: each is a thread with buffers of its own."""
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Maximum number of workers for reads, and for writes. Each is a thread with its buffers."""
+_NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class DiskTier(Tier):
-    """Keeps frames in directories of its own. Made by `open`; see the package's `Config`."""
+    """Stores frames in segment files. Created by `open` from the package's `Config`."""
 
     local_index = True
     sole_writer = True
@@ -52,169 +54,179 @@ class DiskTier(Tier):
     def __init__(
         self,
         directories: Sequence[str],
-        limits: Limits,
+        limits: DiskLimits,
         *,
-        durable: bool = False,
+        sync_writes: bool = False,
         files: Files | None = None,
         name: str = "disk",
         close_wait_s: float = CLOSE_WAIT_S,
     ) -> None:
-        """limits: of each directory. durable: see `Config`.
+        """limits: limits of each directory. sync_writes: see `Config`.
 
-        Raises ConfigError when no directory can be had.
+        Raises ConfigError: no directory can be used.
         """
         self.name = name
         self.workers_read = min(WORKERS_READ * len(directories), MAX_WORKERS)
-        writes = WORKERS_DURABLE if durable else WORKERS_WRITE
+        writes = WORKERS_SYNC_WRITES if sync_writes else WORKERS_WRITE
         self.workers_write = min(writes * len(directories), MAX_WORKERS)
         self._files = files or Files()
-        self._durable = durable
+        self._sync_writes = sync_writes
         self._close_wait_s = close_wait_s
-        self._scratch = Pages()
-        self._shared = Shared()
-        self._stripes = Stripes(directories, self._files, self._shared, limits, name=name)
+        self._scratch = SectorBuffer()
+        self._state = DiskState()
+        self._volumes = Volumes(directories, self._files, self._state, limits, name=name)
         self._capacity_bytes = limits.capacity_bytes * len(directories)
-        self._largest_frame_pages = min(
-            MAX_FRAME_PAGES, limits.segment_bytes // PAGE - OVERHEAD_PAGES
+        self._max_frame_sectors = min(
+            MAX_FRAME_SECTORS, limits.segment_bytes // SECTOR_BYTES - OVERHEAD_SECTORS
         )
-        self._ages = limits.ttl_ms > 0
-        self._lock = self._shared.lock
-        self._changed = self._shared.changed
+        self._has_ttl = limits.ttl_ms > 0
+        self._lock = self._state.lock
+        self._changed = self._state.changed
         self._writing: set[Key] = set()
         self._clearing = 0
         self._closed = False
-        self._counts = dict.fromkeys(("reads", "writes", "read_bytes", "write_bytes", "faults"), 0)
+        self._counts = dict.fromkeys(("reads", "writes", "read_bytes", "write_bytes", "errors"), 0)
 
-    # ------------------------------------------------------------------ verbs
+    # ------------------------------------------------------------------ operations
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
         with self._lock:
-            self._look()
-            if self._stripes.all_up():
-                return self._shared.index.held(keys)
+            self._begin_call()
+            if self._volumes.all_up():
+                return self._state.index.contains_each(keys)
             return [self._find(key) is not None for key in keys]
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
         with self._lock:
-            self._look()
+            self._begin_call()
             found = self._find(key)
             if found is None:
                 return 0
-            segment, page, pages = found
-            nbytes = (pages - 1) * PAGE
+            segment, sector, sectors = found
+            nbytes = (sectors - 1) * SECTOR_BYTES
             if nbytes > len(payload):
-                raise FrameTooLarge(f"a payload of {nbytes} bytes does not fit in {len(payload)}")
-            table = self._stripes.of(segment)
-            table.touch(segment)
-            self._shared.hold(segment)
-        got, fault, ended = 0, None, False
+                raise FrameTooLarge(
+                    f"payload of {nbytes} bytes does not fit into {len(payload)} bytes"
+                )
+            volume = self._volumes.volume_of(segment)
+            volume.touch(segment)
+            self._state.acquire(segment)
+        got, failure, ended = 0, None, False
         try:
-            views = [header[:PAGE], payload[:nbytes]]
+            views = [header[:SECTOR_BYTES], payload[:nbytes]]
             self._check_aligned(views)
-            got = self._files.read_at(segment.fd, views, page * PAGE)
+            got = self._files.read_at(segment.fd, views, sector * SECTOR_BYTES)
             ended = True
         except OSError as error:
-            fault = error
+            failure = error
         finally:
-            whole = got == pages * PAGE
+            complete = got == sectors * SECTOR_BYTES
             with self._lock:
-                last = self._shared.let_go(segment)
-                if whole:
+                last = self._state.release(segment)
+                if complete:
                     self._counts["reads"] += 1
                     self._counts["read_bytes"] += got
-                    self._stripes.answered(table)
-                elif ended and not segment.dead:
-                    self._shared.index.remove(key, pack_place(segment.slot, page, pages))
+                    self._volumes.record_success(volume)
+                elif ended and not segment.removed:
+                    self._state.index.remove(
+                        key, pack_location(segment.segment_no, sector, sectors)
+                    )
             if last:
-                table.bury(segment)
-        if not whole:
-            return self._not_read(table, segment, fault)
-        bind(header, segment.salt(page))
+                volume.close_segment(segment)
+        if not complete:
+            return self._handle_read_failure(volume, segment, failure)
+        mask_checksum(header, segment.segment_nonce(sector))
         return nbytes
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
-        assert len(payload) > 0, "a frame without a payload"
-        assert len(payload) % PAGE == 0, f"a payload of {len(payload)} bytes is not whole pages"
-        pages = 1 + len(payload) // PAGE
-        if pages > self._largest_frame_pages:
+        assert len(payload) > 0, "frame without a payload"
+        assert len(payload) % SECTOR_BYTES == 0, (
+            f"payload of {len(payload)} bytes is not a multiple of {SECTOR_BYTES}"
+        )
+        sectors = 1 + len(payload) // SECTOR_BYTES
+        if sectors > self._max_frame_sectors:
             raise TierFull(
-                f"a frame of {pages * PAGE} bytes is larger than a segment of {self.name}; "
-                "raise its capacity or its segment size"
+                f"frame of {sectors * SECTOR_BYTES} bytes is larger than a segment of {self.name}; "
+                "raise the tier's capacity or segment size"
             )
-        ways, taken = self._claim(key, pages)
-        fault: TierError | None = None
+        candidates, reservation = self._begin_write(key, sectors)
+        error: TierError | None = None
         try:
-            for table in ways:
-                fault = self._write_in(table, taken, key, header, payload)
-                if fault is None:
+            for volume in candidates:
+                error = self._write_to(volume, reservation, key, header, payload)
+                if error is None:
                     return
-                taken = None
+                reservation = None
         except BaseException:
-            self._unclaim(key)
+            self._end_write(key)
             raise
-        if fault is not None:
-            self._unclaim(key)
-            raise fault
+        if error is not None:
+            self._end_write(key)
+            raise error
 
     def delete(self, keys: Sequence[Key]) -> None:
         for key in keys:
             with self._lock:
-                self._look()
-                places = self._shared.take_out(key)
-                for segment, _ in places:
-                    self._shared.hold(segment)
-            for segment, page in places:
+                self._begin_call()
+                locations = self._state.remove_key(key)
+                for segment, _ in locations:
+                    self._state.acquire(segment)
+            for segment, sector in locations:
                 try:
-                    segment.kill(self._files, page)
+                    segment.mark_deleted(self._files, sector)
                 except OSError as error:
-                    # It is gone for this process; after a restart its header or its bytes tell.
-                    self._count_fault()
-                    log.warning("a deletion in %s is not on disk: %s", segment.path, error)
+                    # The block is deleted for this process. After a restart its header or its
+                    # checksum decides.
+                    self._count_error()
+                    log.warning("%s: cannot record a deletion on disk: %s", segment.path, error)
                 finally:
-                    self._stripes.of(segment).drop(segment)
+                    self._volumes.volume_of(segment).release(segment)
 
     def usage(self) -> Iterator[tuple[Key, int]]:
-        """Blocks of the most recently used segment first; in each, as they were written."""
+        """Blocks of the most recently used segment first; within a segment in write order."""
         with self._lock:
-            self._look()
-            segments = list(self._shared.segments.values())
+            self._begin_call()
+            segments = list(self._state.segments.values())
         segments.sort(key=lambda segment: segment.last_used, reverse=True)
-        return self._usage(segments)
+        return self._iter_usage(segments)
 
     def clear(self) -> None:
         with self._lock:
             self._check_open()
             self._clearing += 1
         try:
-            for table in self._stripes.tables:
-                table.clear()
+            for volume in self._volumes.volumes:
+                volume.clear()
         finally:
             with self._lock:
                 self._clearing -= 1
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Raises TierUnavailable also when an earlier sync failed, until its segment is gone: what
-        was acknowledged is there, and nobody knows whether it would be after a power cut."""
+        """Wait until all acknowledged writes are on stable storage.
+
+        Raises TierUnavailable: the sync failed, or an earlier sync of an existing segment failed.
+        The acknowledged blocks are readable then, but may not survive a power loss.
+        """
         with self._lock:
             self._check_open()
-        for table in self._stripes.tables:
-            table.syncer.wait()
-        fault = self._stripes.sync_fault()
-        if fault:
-            raise TierUnavailable(f"the disk could not sync: {fault}")
+        for volume in self._volumes.volumes:
+            volume.syncer.wait_synced()
+        failure = self._volumes.sync_error()
+        if failure:
+            raise TierUnavailable(f"{self.name}: sync failed: {failure}")
 
     def stats(self) -> dict[str, int | float | str]:
-        shared = self._shared
+        state = self._state
         return {
-            **self._stripes.stats(),
+            **self._volumes.stats(),
             "bytes_capacity": self._capacity_bytes,
-            "blocks": len(shared.index),
-            "evictions": shared.evictions,
-            "expired": shared.expired,
-            "torn": shared.torn,
+            "blocks": len(state.index),
+            "evictions": state.evictions,
+            "expired": state.expired,
+            "torn": state.torn,
             **self._counts,
-            "direct": int(self._files.direct),
+            "direct_io": int(self._files.direct_io),
         }
 
     def close(self) -> None:
@@ -222,161 +234,178 @@ class DiskTier(Tier):
             if self._closed:
                 return
             self._closed = True
-            quiet = self._changed.wait_for(self._is_quiet, self._close_wait_s)
-        quiet &= self._stripes.stop()
-        if quiet:
-            self._stripes.close()
+            idle = self._changed.wait_for(self._is_idle, self._close_wait_s)
+        idle &= self._volumes.stop()
+        if idle:
+            self._volumes.close()
         else:
-            # A write that hangs may still land: nobody else may recover these files before.
+            # A hanging write may still complete, so no other process may recover these files yet.
             log.error(
-                "%s: calls are still under way; its directory is in use until this process ends",
+                "%s: closed while calls hang; its directories stay locked until this process ends",
                 self.name,
             )
 
-    # ------------------------------------------------------------------ parts of them
+    # ------------------------------------------------------------------ internals
 
-    def _is_quiet(self) -> bool:
-        """Whether no call uses the tables; the lock is held."""
-        return not (self._writing or self._clearing or self._shared.busy())
+    def _is_idle(self) -> bool:
+        """Whether no call uses a volume. The caller owns the lock."""
+        return not (self._writing or self._clearing or self._state.is_busy())
 
-    def _look(self) -> None:
-        """What every call does first: refuse when closed, forget what has expired. Locked."""
+    def _begin_call(self) -> None:
+        """Check that the tier is open, and expire blocks. The caller owns the lock."""
         self._check_open()
-        if self._ages:
-            self._stripes.expire()
+        if self._has_ttl:
+            self._volumes.expire_segments()
 
     def _find(self, key: Key) -> tuple[Segment, int, int] | None:
-        """Segment, page and pages of a block that can be had; the lock is held."""
-        place = self._shared.index.get(key)
-        if not place:
+        """(segment, sector, sectors) of a block in a directory that is up. The caller owns the
+        lock."""
+        location = self._state.index.get(key)
+        if not location:
             return None
-        slot, page, pages = unpack_place(place)
-        segment = self._shared.segments[slot]
-        return (segment, page, pages) if self._stripes.is_up(self._stripes.of(segment)) else None
+        segment_no, sector, sectors = unpack_location(location)
+        segment = self._state.segments[segment_no]
+        return (
+            (segment, sector, sectors)
+            if self._volumes.is_up(self._volumes.volume_of(segment))
+            else None
+        )
 
-    def _not_read(self, table: Table, segment: Segment, fault: OSError | None) -> int:
-        """A read that did not get its frame: a miss, or TierUnavailable if that is the tier's."""
-        self._count_fault()
-        if fault is None:
-            log.warning("%s ends inside a frame; its block is forgotten", segment.path)
+    def _handle_read_failure(self, volume: Volume, segment: Segment, error: OSError | None) -> int:
+        """Count a failed read and return a miss. error: of the read; None: the file was too short.
+
+        Raises TierUnavailable: the read failed in the tier's only directory.
+        """
+        self._count_error()
+        if error is None:
+            log.warning("%s ends inside a frame; dropped the block from the index", segment.path)
             return 0
         with self._lock:
-            self._stripes.failed(table, fault)
-        if self._stripes.is_single():
-            raise TierUnavailable(f"{self.name} cannot read {segment.path}: {fault}") from fault
-        log.warning("%s cannot read %s: %s", self.name, segment.path, fault)
+            self._volumes.record_failure(volume, error)
+        if self._volumes.is_single():
+            raise TierUnavailable(f"{self.name} cannot read {segment.path}: {error}") from error
+        log.warning("%s cannot read %s: %s", self.name, segment.path, error)
         return 0
 
-    def _claim(self, key: Key, pages: int) -> tuple[Sequence[Table], Taken | None]:
-        """Become the one writer of a key: where to write it, best first, and pages there if they
-        can be had at once. Nowhere when it is held already."""
+    def _begin_write(self, key: Key, sectors: int) -> tuple[Sequence[Volume], Reservation | None]:
+        """Become the only writer of a key.
+
+        Returns the volumes to try, best first, and sectors in the first one if its active segment
+        has room. Returns no volumes if the tier contains the key already.
+        """
         with self._lock:
-            self._look()
+            self._begin_call()
             if key in self._writing:
                 if not self._changed.wait_for(lambda: key not in self._writing, SAME_KEY_WAIT_S):
-                    raise TierUnavailable(f"another write of the same block hangs in {self.name}")
+                    raise TierUnavailable(f"{self.name}: another write of the same block hangs")
                 self._check_open()
             if self._find(key) is not None:
                 return (), None
             self._writing.add(key)
-            ways = self._stripes.ways()
-            return ways, ways[0].take(key, pages)
+            candidates = self._volumes.write_candidates()
+            return candidates, candidates[0].reserve_in_active(key, sectors)
 
-    def _unclaim(self, key: Key) -> None:
+    def _end_write(self, key: Key) -> None:
         with self._lock:
             self._writing.discard(key)
             self._changed.notify_all()
 
-    def _write_in(
+    def _write_to(
         self,
-        table: Table,
-        taken: Taken | None,
+        volume: Volume,
+        reservation: Reservation | None,
         key: Key,
         header: memoryview,
         payload: memoryview,
     ) -> TierError | None:
-        """Write a frame into one directory and let readers see it, or say why not."""
-        pages = 1 + len(payload) // PAGE
+        """Write a frame to one directory and publish it; returns the error if that fails."""
+        sectors = 1 + len(payload) // SECTOR_BYTES
         try:
-            segment, page = taken or table.reserve(key, pages)
+            segment, sector = reservation or volume.reserve(key, sectors)
         except TierFull as error:
             return error
         except OSError as error:
-            return self._judged(table, error)
-        fault: TierError | None = None
+            return self._map_write_error(volume, error)
+        failure: TierError | None = None
         written = False
         try:
-            views = [self._bound(header, segment.salt(page)), payload]
+            views = [self._mask_header(header, segment.segment_nonce(sector)), payload]
             self._check_aligned(views)
-            self._files.write_at(segment.fd, views, page * PAGE)
-            if self._durable:
-                table.syncer.wait(table.syncer.wrote(segment, pages * PAGE))
-                if segment.sync_fault:
-                    raise OSError(errno.EIO, f"the disk could not sync: {segment.sync_fault}")
+            self._files.write_at(segment.fd, views, sector * SECTOR_BYTES)
+            if self._sync_writes:
+                volume.syncer.wait_synced(
+                    volume.syncer.record_write(segment, sectors * SECTOR_BYTES)
+                )
+                if segment.sync_error:
+                    raise OSError(errno.EIO, f"sync failed: {segment.sync_error}")
             written = True
         except OSError as error:
-            fault = self._judged(table, error)
+            failure = self._map_write_error(volume, error)
         finally:
             with self._lock:
-                if not self._durable:
-                    table.syncer.wrote(segment, pages * PAGE)
-                last = table.end_write(key, segment, page, pages, written=written)
+                if not self._sync_writes:
+                    volume.syncer.record_write(segment, sectors * SECTOR_BYTES)
+                last = volume.end_write(key, segment, sector, sectors, written=written)
                 if written:
                     self._writing.discard(key)
                     self._counts["writes"] += 1
-                    self._counts["write_bytes"] += pages * PAGE
-                    self._stripes.answered(table)
+                    self._counts["write_bytes"] += sectors * SECTOR_BYTES
+                    self._volumes.record_success(volume)
                 self._changed.notify_all()
             if last:
-                table.bury(segment)
-        return fault
+                volume.close_segment(segment)
+        return failure
 
-    def _usage(self, segments: Sequence[Segment]) -> Iterator[tuple[Key, int]]:
+    def _iter_usage(self, segments: Sequence[Segment]) -> Iterator[tuple[Key, int]]:
         for segment in segments:
-            # One at a time: nobody waits for the lock while a million keys are made.
+            # One segment per lock, so that calls do not wait while a million keys are built.
             with self._lock:
                 self._check_open()
-                there = not segment.dead
-                live = self._shared.index.live(segment.entries, segment.slot) if there else []
-            for key, pages in live:
-                yield key, pages * PAGE
+                present = not segment.removed
+                live = (
+                    self._state.index.live_entries(segment.entries, segment.segment_no)
+                    if present
+                    else []
+                )
+            for key, sectors in live:
+                yield key, sectors * SECTOR_BYTES
 
-    def _bound(self, header: memoryview, salt: int) -> memoryview:
-        """A copy of the header, bound to its place: the caller's stays as it is."""
-        page = self._scratch.page
-        page[:] = header[:PAGE]
-        bind(page, salt)
-        return page
+    def _mask_header(self, header: memoryview, nonce: int) -> memoryview:
+        """A copy of the header with its checksum masked; the caller's header is not changed."""
+        sector = self._scratch.sector
+        sector[:] = header[:SECTOR_BYTES]
+        mask_checksum(sector, nonce)
+        return sector
 
-    def _judged(self, table: Table, error: OSError) -> TierError:
-        """The tier's word for a system call that failed."""
-        self._count_fault()
-        judged: TierError
-        if error.errno in _FULL:
-            judged = TierFull(f"{self.name} has no room left on its file system")
+    def _map_write_error(self, volume: Volume, error: OSError) -> TierError:
+        """The tier error for a failed system call."""
+        self._count_error()
+        mapped: TierError
+        if error.errno in _NO_SPACE_ERRNOS:
+            mapped = TierFull(f"{self.name}: the file system is full")
         else:
-            judged = TierUnavailable(f"{self.name} cannot write: {error}")
+            mapped = TierUnavailable(f"{self.name} cannot write: {error}")
             with self._lock:
-                self._stripes.failed(table, error)
-        judged.__cause__ = error
-        return judged
+                self._volumes.record_failure(volume, error)
+        mapped.__cause__ = error
+        return mapped
 
-    def _count_fault(self) -> None:
+    def _count_error(self) -> None:
         with self._lock:
-            self._counts["faults"] += 1
+            self._counts["errors"] += 1
 
     def _check_open(self) -> None:
         if self._closed:
             raise TierError(f"tier {self.name} is closed")
 
     def _check_aligned(self, views: list[memoryview]) -> None:
-        if self._files.direct:
+        if self._files.direct_io:
             for view in views:
-                assert address_of(view) % PAGE == 0, "a buffer that is not 4 KiB aligned"
+                assert address_of(view) % SECTOR_BYTES == 0, "buffer not aligned to 4,096 bytes"
 
 
 def address_of(view: memoryview) -> int:
-    """Where its bytes lie. (Through ctypes a tenth of the time, which asks for a writable one.)"""
+    """The address of a view. (ctypes takes a tenth of the time, but needs a writable view.)"""
     if view.readonly:
         return int(np.frombuffer(view, np.uint8).ctypes.data)
     return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -1,4 +1,4 @@
-"""Every frame of some directories checked, without changing anything: `kvstore verify DIR...`."""
+"""Checks every frame of tier directories without changing them: `kvstore verify DIR...`."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from kvstore import codecs
 from kvstore.blocks.frame import (
     FrameHeader,
     aligned_buffer,
-    padded,
+    padded_bytes,
     parse_header,
     verify_raw,
     verify_stored,
 )
 from kvstore.blocks.key import Key
 from kvstore.errors import ConfigError, FrameInvalid
-from kvstore.tiers.disk.files import PAGE, Files
+from kvstore.tiers.disk.files import SECTOR_BYTES, Files
 from kvstore.tiers.disk.layout import SegmentInvalid
 from kvstore.tiers.disk.lockfile import DirectoryLock, segment_paths
-from kvstore.tiers.disk.scan import header_at, scan
+from kvstore.tiers.disk.scan import decode_header_at, scan_frames
 from kvstore.tiers.disk.segment import Segment
 
 log = logging.getLogger(__name__)
 
 MAX_REPORTED = 1000
-"""Bad frames that a report describes; the others are counted."""
+"""Maximum number of corrupt frames that a report describes; all are counted."""
 
 Progress = Callable[[int, int], None]
-"""Told (bytes done, bytes in all) as it goes."""
+"""Called with (bytes done, total bytes) after each frame."""
 
 
 @dataclass(frozen=True)
-class BadFrame:
-    """segment: path of the file. offset_bytes: of the header page. block: its key, as text."""
+class CorruptFrame:
+    """segment: path of the file. offset_bytes: offset of the header. block: the key as text."""
 
     segment: str
     offset_bytes: int
@@ -46,45 +46,46 @@ class BadFrame:
 
 @dataclass
 class VerifyReport:
-    """What was found. `frames` are all that should be whole, the bad ones among them."""
+    """The result of a check. frames: number of frames checked, corrupt ones included."""
 
     segments: int = 0
-    segments_bad: int = 0
-    """Segment files of which nothing can be read: their first page is damaged."""
+    segments_corrupt: int = 0
+    """Number of unreadable segment files: header and trailer are corrupt."""
     segments_unsealed: int = 0
-    """Segments without a valid footer: left by a kill, or damaged. Their frames are scanned for."""
+    """Number of segments without a valid footer, after a kill or because it is corrupt. They are
+    scanned for frames."""
     frames: int = 0
     bytes_checked: int = 0
-    bad_count: int = 0
-    bad: list[BadFrame] = field(default_factory=list)
+    corrupt_count: int = 0
+    corrupt: list[CorruptFrame] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        return not self.bad_count and not self.segments_bad
+        return not self.corrupt_count and not self.segments_corrupt
 
 
 def verify(
     directories: Sequence[str], progress: Progress = lambda done, total: None
 ) -> VerifyReport:
-    """Read, checksum and decode every frame. No store may have a directory open.
+    """Read, verify and decode every frame. No store may have the directories open.
 
-    Raises ConfigError when one is no directory of a disk tier, or is in use.
+    Raises ConfigError: a directory is in use, or is not a directory of a disk tier.
     """
     with ExitStack() as locks:
         for directory in directories:
             lock = DirectoryLock(directory, create=False)
             locks.callback(lock.release)
         paths = [path for directory in directories for path in segment_paths(directory)]
-        return _Check(progress).run(paths)
+        return _Verifier(progress).run(paths)
 
 
-class _Check:
+class _Verifier:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._report = VerifyReport()
         self._files = Files()
-        self._frame = aligned_buffer(PAGE)
-        self._block = aligned_buffer(PAGE)
+        self._frame = aligned_buffer(SECTOR_BYTES)
+        self._block = aligned_buffer(SECTOR_BYTES)
 
     def run(self, paths: list[str]) -> VerifyReport:
         sizes = [os.stat(path).st_size for path in paths]
@@ -93,14 +94,14 @@ class _Check:
             self._report.segments += 1
             try:
                 segment = Segment.open(self._files, path, writable=False)
-            except SegmentInvalid as fault:
-                log.warning("%s is no readable segment: %s", path, fault)
-                self._report.segments_bad += 1
+            except SegmentInvalid as error:
+                log.warning("%s: unreadable segment: %s", path, error)
+                self._report.segments_corrupt += 1
             except OSError as error:
                 raise ConfigError(f"cannot read {path!r}: {error.strerror}") from None
             else:
                 try:
-                    for at in self._segment(segment):
+                    for at in self._check_segment(segment):
                         self._progress(done + min(at, size), total)
                 finally:
                     self._files.close(segment.fd)
@@ -108,54 +109,60 @@ class _Check:
             self._progress(done, total)
         return self._report
 
-    def _segment(self, segment: Segment) -> Iterator[int]:
-        """Check one segment; yields how many of its bytes are done."""
+    def _check_segment(self, segment: Segment) -> Iterator[int]:
+        """Check one segment; yields the number of bytes done."""
         if not segment.load_footer(self._files):
             self._report.segments_unsealed += 1
-            for found in scan(self._files, segment):
-                self._note(segment, found.page, found.pages, found.header.key, found.fault)
-                yield (found.page + found.pages) * PAGE
+            for found in scan_frames(self._files, segment):
+                self._record(segment, found.sector, found.sectors, found.header.key, found.error)
+                yield (found.sector + found.sectors) * SECTOR_BYTES
             return
-        for (key, page, pages), mark in zip(segment.entries, segment.marks, strict=True):
-            if not mark:
-                self._note(segment, page, pages, key, self._fault(segment, key, page, pages))
-            yield (page + pages) * PAGE
+        for (key, sector, sectors), tombstone in zip(
+            segment.entries, segment.tombstones, strict=True
+        ):
+            if not tombstone:
+                self._record(
+                    segment, sector, sectors, key, self._frame_error(segment, key, sector, sectors)
+                )
+            yield (sector + sectors) * SECTOR_BYTES
 
-    def _fault(self, segment: Segment, key: Key, page: int, pages: int) -> str:
-        """What is wrong with the frame at `page`; empty when nothing."""
-        if len(self._frame) < pages * PAGE:
-            self._frame = aligned_buffer(pages * PAGE)
-        frame = self._frame[: pages * PAGE]
+    def _frame_error(self, segment: Segment, key: Key, sector: int, sectors: int) -> str:
+        """Why the frame at `sector` is corrupt; "" if it is intact."""
+        if len(self._frame) < sectors * SECTOR_BYTES:
+            self._frame = aligned_buffer(sectors * SECTOR_BYTES)
+        frame = self._frame[: sectors * SECTOR_BYTES]
         try:
-            if self._files.read_at(segment.fd, [frame], page * PAGE) < len(frame):
-                return "the file ends inside it"
-            if header_at(segment, frame[:PAGE], page) is None:
-                return "its header is damaged"
+            if self._files.read_at(segment.fd, [frame], sector * SECTOR_BYTES) < len(frame):
+                return "the file ends inside the frame"
+            if decode_header_at(segment, frame[:SECTOR_BYTES], sector) is None:
+                return "the header is corrupt"
             header = parse_header(frame, key)
-            verify_stored(header, frame[PAGE:])
-            self._decode(header, frame[PAGE:])
+            verify_stored(header, frame[SECTOR_BYTES:])
+            self._decode(header, frame[SECTOR_BYTES:])
         except OSError as error:
-            return f"it cannot be read: {error.strerror}"
-        except FrameInvalid as fault:
-            return str(fault)
+            return f"read error: {error.strerror}"
+        except FrameInvalid as error:
+            return str(error)
         return ""
 
     def _decode(self, header: FrameHeader, payload: memoryview) -> None:
-        """The block as an engine would get it. Raises FrameInvalid."""
+        """Decode the block and verify its checksum. Raises FrameInvalid."""
         if len(self._block) < header.raw_bytes:
-            self._block = aligned_buffer(padded(header.raw_bytes))
-        codec = codecs.open(header.codec)
+            self._block = aligned_buffer(padded_bytes(header.raw_bytes))
+        codec = codecs.codec_by_frame_id(header.codec)
         length = codec.decode(payload[: header.stored_bytes], self._block[: header.raw_bytes])
         if length != header.raw_bytes:
-            raise FrameInvalid(f"it decodes to {length} bytes, not {header.raw_bytes}")
+            raise FrameInvalid(f"the payload decodes to {length} bytes, not {header.raw_bytes}")
         verify_raw(header, self._block)
 
-    def _note(self, segment: Segment, page: int, pages: int, key: Key, fault: str) -> None:
+    def _record(self, segment: Segment, sector: int, sectors: int, key: Key, error: str) -> None:
         self._report.frames += 1
-        self._report.bytes_checked += pages * PAGE
-        if not fault:
+        self._report.bytes_checked += sectors * SECTOR_BYTES
+        if not error:
             return
-        self._report.bad_count += 1
-        if len(self._report.bad) < MAX_REPORTED:
+        self._report.corrupt_count += 1
+        if len(self._report.corrupt) < MAX_REPORTED:
             block = f"{key.tenant}/{key.namespace}/{key.hash.hex()}"
-            self._report.bad.append(BadFrame(segment.path, page * PAGE, block, fault))
+            self._report.corrupt.append(
+                CorruptFrame(segment.path, sector * SECTOR_BYTES, block, error)
+            )

@@ -1,4 +1,4 @@
-"""The segments of one directory: which there are, and where the next frame goes."""
+"""One directory of the disk tier: its segments, and room for new frames."""
 
 from __future__ import annotations
 
@@ -10,276 +10,285 @@ import time
 from kvstore.blocks.key import Key
 from kvstore.cache.eviction import eviction_policy
 from kvstore.errors import TierFull
-from kvstore.tiers.disk.files import PAGE, Files
-from kvstore.tiers.disk.index import MAX_SLOTS
+from kvstore.tiers.disk.files import SECTOR_BYTES, Files
+from kvstore.tiers.disk.index import MAX_OPEN_SEGMENTS
 from kvstore.tiers.disk.lockfile import LOCK_BYTES
-from kvstore.tiers.disk.recover import fill, recover
+from kvstore.tiers.disk.recover import index_segment, recover
 from kvstore.tiers.disk.segment import Segment
-from kvstore.tiers.disk.state import Limits, Shared
+from kvstore.tiers.disk.state import DiskLimits, DiskState
 from kvstore.tiers.disk.sync import Syncer
 
 log = logging.getLogger(__name__)
 
 RECLAIM_WAIT_S = 10.0
-"""Longest a write waits for the last reader, writer or footer of a segment it wants to reclaim."""
-ROLL_TRIES = 4
-"""New segments that one frame may see filled by others before it is refused."""
-OVERHEAD_PAGES = 5
-"""Pages of a segment that no frame can have: its header, and the least footer."""
+"""Maximum wait of a write for the readers, writers or footer of the segment to reclaim."""
+MAX_ROLLS = 4
+"""Maximum number of new segments that other writes may fill before a frame is rejected."""
+OVERHEAD_SECTORS = 5
+"""Sectors of a segment that frames cannot use: the header and the smallest footer."""
 
 
-Taken = tuple[Segment, int]
-"""Pages for a frame: their segment, and the first one."""
+Reservation = tuple[Segment, int]
+"""Room for a frame: the segment and the first sector."""
 
 
-class Table:
-    """Segments of one directory; the lock of `shared` guards them.
+class Volume:
+    """The segments of one directory. The lock of `state` guards them.
 
-    Methods take the lock themselves unless they say that the caller holds it.
+    Methods take the lock unless their docstring says that the caller owns it.
     """
 
     def __init__(
-        self, shared: Shared, files: Files, directory: str, number: int, limits: Limits, name: str
+        self,
+        state: DiskState,
+        files: Files,
+        directory: str,
+        volume_no: int,
+        limits: DiskLimits,
+        name: str,
     ) -> None:
-        """Open what the directory holds, and cut it to the capacity. Raises ConfigError.
+        """Recover the segments of the directory, and evict until they fit into the capacity.
 
-        number: this directory's among the tier's.
+        volume_no: number of the directory in the tier. Raises ConfigError.
         """
         self.directory = directory
-        self.number = number
-        self.writes = 0
-        """Frames being written here now."""
+        self.volume_no = volume_no
+        self.writes_in_progress = 0
+        """Number of frames being written to this directory."""
         self.expires_ms = 0
-        """When the first segment does; 0 when none will."""
-        self._shared = shared
+        """When the first segment expires, in milliseconds since 1970; 0: never."""
+        self._state = state
         self._files = files
         self._limits = limits
         self._roll_lock = threading.Lock()
         self._segments: dict[int, Segment] = {}
-        """By number: the oldest first."""
-        self._order = eviction_policy(
+        """Segments by sequence number, oldest first."""
+        self._eviction_policy = eviction_policy(
             limits.eviction, max(1, limits.capacity_bytes // limits.segment_bytes)
         )
         self._active: Segment | None = None
-        self._next_number = 1
+        self._next_sequence_no = 1
         self._total_bytes = LOCK_BYTES
-        self._zombies = 0
-        self._doomed: list[Segment] = []
-        """Left the table by age; their files are still to be removed."""
+        self._closing_count = 0
+        self._expired_segments: list[Segment] = []
+        """Expired segments whose files are not deleted yet."""
         self._recover()
-        self.syncer = Syncer(self, name=f"{name}-{number}")
+        self.syncer = Syncer(self, name=f"{name}-{volume_no}")
 
     # ------------------------------------------------------------------ lookups
 
     def touch(self, segment: Segment) -> None:
-        """It was read or written. The caller holds the lock."""
-        self._shared.touch(segment)
-        self._order.touched(segment.number)
+        """Record a read or write of the segment. The caller owns the lock."""
+        self._state.touch(segment)
+        self._eviction_policy.on_access(segment.sequence_no)
 
-    def sync_fault(self) -> str:
-        """Why a segment may not be on stable storage; empty when none failed."""
-        with self._shared.lock:
-            faults = (segment.sync_fault for segment in self._segments.values())
-            return next(filter(None, faults), "")
+    def sync_error(self) -> str:
+        """Error of the first segment whose sync failed; "" if none failed."""
+        with self._state.lock:
+            errors = (segment.sync_error for segment in self._segments.values())
+            return next(filter(None, errors), "")
 
     def stats(self) -> dict[str, int]:
-        """Of this directory alone. The caller holds the lock."""
+        """Statistics of this directory. The caller owns the lock."""
         return {"bytes_used": self._total_bytes, "segments": len(self._segments)}
 
     # ------------------------------------------------------------------ references
 
-    def drop(self, segment: Segment) -> None:
-        """Let go of a segment that was held."""
-        with self._shared.lock:
-            last = self._shared.let_go(segment)
+    def release(self, segment: Segment) -> None:
+        """Drop a reference to a segment; the last one closes it."""
+        with self._state.lock:
+            last = self._state.release(segment)
         if last:
-            self.bury(segment)
+            self.close_segment(segment)
 
-    def bury(self, segment: Segment) -> None:
-        """Close a segment that left the table and that nobody holds: its bytes are free."""
+    def close_segment(self, segment: Segment) -> None:
+        """Close a removed segment without references; its bytes become free."""
         self._files.close(segment.fd)
-        with self._shared.lock:
+        with self._state.lock:
             self._total_bytes -= segment.nbytes
-            self._zombies -= 1
-            self._shared.changed.notify_all()
+            self._closing_count -= 1
+            self._state.changed.notify_all()
 
     # ------------------------------------------------------------------ writing
 
-    def take(self, key: Key, pages: int) -> Taken | None:
-        """Pages for one frame in the active segment, and a hold on it until `end_write`.
-
-        The caller holds the lock.
+    def reserve_in_active(self, key: Key, sectors: int) -> Reservation | None:
+        """Reserve sectors for a frame in the active segment, if it has room. The reservation owns a
+        reference until `end_write`. The caller owns the lock.
         """
         segment = self._active
-        if segment is None or self._is_aged(segment):
+        if segment is None or self._is_append_window_over(segment):
             return None
-        page = segment.reserve(key, pages)
-        if not page:
+        sector = segment.reserve(key, sectors)
+        if not sector:
             return None
-        self._shared.hold(segment)
-        segment.writing.add(page)
-        self.writes += 1
-        return segment, page
+        self._state.acquire(segment)
+        segment.writing.add(sector)
+        self.writes_in_progress += 1
+        return segment, sector
 
-    def reserve(self, key: Key, pages: int) -> Taken:
-        """`take`, in a new segment if need be.
+    def reserve(self, key: Key, sectors: int) -> Reservation:
+        """Reserve sectors for a frame, in a new segment if necessary.
 
-        Raises TierFull, or OSError when a new segment cannot be made.
+        Raises TierFull; OSError: a new segment cannot be created.
         """
         with self._roll_lock:
-            # Others may fill a new segment before we have our part of it.
-            for turn in range(ROLL_TRIES + 1):
-                with self._shared.lock:
-                    taken = self.take(key, pages)
-                if taken is not None:
-                    return taken
-                if turn < ROLL_TRIES:
-                    self._retire()
+            # Other writes may fill the new segment first.
+            for turn in range(MAX_ROLLS + 1):
+                with self._state.lock:
+                    reservation = self.reserve_in_active(key, sectors)
+                if reservation is not None:
+                    return reservation
+                if turn < MAX_ROLLS:
+                    self._retire_active()
                     self._add_segment()
-        raise TierFull(f"{ROLL_TRIES} new segments were full before a frame found its place")
+        raise TierFull(f"{self.directory}: other writes filled {MAX_ROLLS} new segments")
 
     def end_write(
-        self, key: Key, segment: Segment, page: int, pages: int, *, written: bool
+        self, key: Key, segment: Segment, sector: int, sectors: int, *, written: bool
     ) -> bool:
-        """The frame is written, and visible from now on, or given up. The caller holds the lock.
+        """End a write: publish the frame if it was written. The caller owns the lock.
 
-        True when the caller must `bury` the segment.
+        Returns whether the caller must call `close_segment`.
         """
-        if written and segment.dead:
-            self._shared.evictions += 1
+        if written and segment.removed:
+            self._state.evictions += 1
         elif written:
-            segment.entries.add(key, page, pages)
-            self._shared.put(key, segment, page, pages)
+            segment.entries.add(key, sector, sectors)
+            self._state.publish(key, segment, sector, sectors)
             self.touch(segment)
-        segment.writing.discard(page)
-        self.writes -= 1
-        self._seal_later(segment)
-        return self._shared.let_go(segment)
+        segment.writing.discard(sector)
+        self.writes_in_progress -= 1
+        self._queue_seal(segment)
+        return self._state.release(segment)
 
-    def _is_aged(self, segment: Segment) -> bool:
+    def _is_append_window_over(self, segment: Segment) -> bool:
         """Whether a segment is too old for new frames."""
-        append_ms = self._limits.append_ms
-        return append_ms > 0 and self._limits.now_ms() >= segment.made_ms + append_ms
+        append_ms = self._limits.append_window_ms
+        return append_ms > 0 and self._limits.now_ms() >= segment.created_ms + append_ms
 
-    def _retire(self) -> None:
-        """No more frames for the active segment."""
-        with self._shared.lock:
+    def _retire_active(self) -> None:
+        """Stop appending to the active segment."""
+        with self._state.lock:
             segment, self._active = self._active, None
             if segment is not None:
-                self._seal_later(segment)
+                self._queue_seal(segment)
 
-    def _seal_later(self, segment: Segment) -> None:
-        """Hand a segment that nobody writes to any more to the syncer; the lock is held."""
-        if segment.writing or segment is self._active or segment.sealing or segment.dead:
+    def _queue_seal(self, segment: Segment) -> None:
+        """Pass a segment without writers to the syncer for its footer. The caller owns the lock."""
+        if segment.writing or segment is self._active or segment.seal_pending or segment.removed:
             return
         if not segment.sealed:
-            segment.sealing = True
-            segment.users += 1
-            self.syncer.retire(segment)
+            segment.seal_pending = True
+            segment.refs += 1
+            self.syncer.queue_seal(segment)
 
-    # ------------------------------------------------------------------ the syncer's chores
+    # ------------------------------------------------------------------ tasks of the syncer
 
     def seal_segment(self, segment: Segment) -> None:
-        """Write the footer. A fault costs a scan at the next opening, nothing else."""
+        """Write the footer. After an error the next opening scans the segment; no data is lost."""
         try:
-            if not segment.dead:
+            if not segment.removed:
                 segment.seal(self._files)
         except OSError as error:
-            log.warning("%s is left without a footer: %s", segment.path, error)
-        with self._shared.lock:
-            segment.sealing = False
-            segment.users -= 1
-            last = segment.users == 0
-            self._shared.changed.notify_all()
+            log.warning("%s: cannot write the footer: %s", segment.path, error)
+        with self._state.lock:
+            segment.seal_pending = False
+            segment.refs -= 1
+            last = segment.refs == 0
+            self._state.changed.notify_all()
         if last:
-            self.bury(segment)
+            self.close_segment(segment)
 
     def sync_segment(self, segment: Segment) -> None:
-        """Sync it, and write a checkpoint when there is enough to say. Raises OSError."""
-        with self._shared.lock:
-            if segment.dead:
+        """Sync a segment, and write a checkpoint if enough was written. Raises OSError."""
+        with self._state.lock:
+            if segment.removed:
                 return
-            self._shared.hold(segment)
-            page = min(segment.writing, default=segment.next_page)
-            since = (page - max(1, segment.saved_page)) * PAGE
-            worth = not segment.sealed and since >= self._limits.checkpoint_bytes
-            killed = len(segment.killed)
-            entries = segment.entries.before(page, without=segment.killed) if worth else None
+            self._state.acquire(segment)
+            sector = min(segment.writing, default=segment.next_sector)
+            new_bytes = (sector - max(1, segment.checkpoint_sector)) * SECTOR_BYTES
+            is_due = not segment.sealed and new_bytes >= self._limits.checkpoint_bytes
+            deleted_count = len(segment.deleted_sectors)
+            entries = (
+                segment.entries.copy_before(sector, without=segment.deleted_sectors)
+                if is_due
+                else None
+            )
         try:
             segment.sync(self._files)
             if entries is not None:
-                segment.checkpoint(self._files, entries, page, killed)
+                segment.checkpoint(self._files, entries, sector, deleted_count)
         finally:
-            self.drop(segment)
+            self.release(segment)
 
-    def tidy(self) -> float | None:
-        """Remove what has expired; seconds until the next segment does."""
+    def remove_expired(self) -> float | None:
+        """Remove expired segments; returns the seconds until the next one expires, or None."""
         if not self._limits.ttl_ms:
             return None
-        with self._shared.lock:
-            self.expire()
-            doomed, self._doomed = self._doomed, []
+        with self._state.lock:
+            self.expire_segments()
+            expired, self._expired_segments = self._expired_segments, []
             expires_ms = self.expires_ms
-        for segment in doomed:
-            self._dispose(segment)
+        for segment in expired:
+            self._delete_file(segment)
         return max(0.0, (expires_ms - self._limits.now_ms()) / 1000) if expires_ms else None
 
-    def expire(self) -> bool:
-        """Take what is too old out of the index; whether there is something for `tidy`.
+    def expire_segments(self) -> bool:
+        """Remove expired segments from the index; returns whether there were any.
 
-        The caller holds the lock.
+        `remove_expired` then deletes their files. The caller owns the lock.
         """
         now_ms = self._limits.now_ms()
         if not self.expires_ms or now_ms < self.expires_ms:
             return False
-        old = [s for s in self._segments.values() if s.made_ms + self._limits.ttl_ms <= now_ms]
+        old = [s for s in self._segments.values() if s.created_ms + self._limits.ttl_ms <= now_ms]
         for segment in old:
             if segment is self._active:
                 self._active = None
-            self._shared.expired += self._leave(segment)
-        self._doomed += old
+            self._state.expired += self._unregister_segment(segment)
+        self._expired_segments += old
         return bool(old)
 
     # ------------------------------------------------------------------ room
 
     def _add_segment(self) -> None:
-        """Make a new active segment, reclaiming others for it; under the roll lock."""
-        # After a failed sync a new segment proves at its birth that the disk syncs again. Else a
-        # disk that never does would be given one segment after another, each for another's blocks.
-        proven = bool(self.sync_fault())
-        self.tidy()
+        """Create a new active segment, reclaiming others for it. The caller owns the roll lock."""
+        # After a failed sync, sync the new segment first to test the disk. Otherwise a disk that
+        # cannot sync would take one segment after another, each at the cost of older blocks.
+        sync_first = bool(self.sync_error())
+        self.remove_expired()
         deadline_s = time.monotonic() + RECLAIM_WAIT_S
         while True:
             reuse = self._make_room()
             try:
-                segment = self._create(proven, reuse)
+                segment = self._create_segment(sync_first, reuse)
                 break
             except OSError as error:
-                with self._shared.lock:
+                with self._state.lock:
                     self._total_bytes -= self._limits.segment_bytes
                 if reuse is not None:
-                    log.warning("%s cannot be used again: %s", reuse.path, error)
-                elif error.errno != errno.ENOSPC or not self._reclaim(deadline_s):
+                    log.warning("%s cannot be reused: %s", reuse.path, error)
+                elif error.errno != errno.ENOSPC or not self._reclaim_segment(deadline_s):
                     raise
                 else:
-                    log.warning("the file system of %s is full; reclaiming", self.directory)
-        self._next_number += 1
-        with self._shared.lock:
-            self._enter(segment)
+                    log.warning("%s: the file system is full; reclaiming a segment", self.directory)
+        self._next_sequence_no += 1
+        with self._state.lock:
+            self._register_segment(segment)
             self._active = segment
 
-    def _create(self, proven: bool, reuse: Segment | None) -> Segment:
+    def _create_segment(self, sync_first: bool, reuse: Segment | None) -> Segment:
         limits = self._limits
         segment = Segment.create(
             self._files,
             self.directory,
-            self._next_number,
+            self._next_sequence_no,
             limits.segment_bytes,
             limits.now_ms(),
             reuse=reuse,
         )
         try:
-            if proven:
+            if sync_first:
                 segment.sync(self._files)
             return segment
         except BaseException:
@@ -288,160 +297,163 @@ class Table:
             raise
 
     def _make_room(self) -> Segment | None:
-        """Take the bytes of a new segment from the capacity. Raises TierFull.
+        """Reserve the bytes of a new segment, reclaiming others if necessary. Raises TierFull.
 
-        Returns a dead segment whose file is to become the new one's, if one can.
+        Returns a removed segment whose file the new one can reuse, or None.
         """
         limits = self._limits
         deadline_s = time.monotonic() + RECLAIM_WAIT_S
         while True:
-            with self._shared.lock:
+            with self._state.lock:
                 fits = self._total_bytes + limits.segment_bytes <= limits.capacity_bytes
-                if fits and len(self._shared.segments) < MAX_SLOTS:
+                if fits and len(self._state.segments) < MAX_OPEN_SEGMENTS:
                     self._total_bytes += limits.segment_bytes
                     return None
                 victim = self._pop_victim()
                 if victim is not None and self._is_reusable(victim):
-                    self._zombies -= 1
+                    self._closing_count -= 1
                     return victim
                 if victim is None:
                     if not self._wait_for_room(deadline_s):
-                        raise TierFull(f"no segment of {self.directory} can be reclaimed now")
+                        raise TierFull(f"{self.directory}: no segment can be reclaimed now")
                     continue
-            self._dispose(victim)
+            self._delete_file(victim)
 
-    def _is_reusable(self, dead: Segment) -> bool:
-        """Whether a segment that has left may lend its file to a new one; the lock is held.
+    def _is_reusable(self, removed: Segment) -> bool:
+        """Whether a new segment can reuse the file of a removed one. The caller owns the lock.
 
-        Not with a time to live: what is too old shall be gone, not only out of reach.
+        Not with a TTL: the bytes of expired blocks must be deleted, not only become unreachable.
         """
-        alone = dead.users == 1 and not dead.short and not dead.sync_fault
-        return alone and dead.nbytes == self._limits.segment_bytes and not self._limits.ttl_ms
+        unused = removed.refs == 1 and not removed.truncated and not removed.sync_error
+        return unused and removed.nbytes == self._limits.segment_bytes and not self._limits.ttl_ms
 
-    def _reclaim(self, deadline_s: float) -> bool:
-        """Remove the coldest idle segment, or wait for one that is on its way out or not idle yet.
+    def _reclaim_segment(self, deadline_s: float) -> bool:
+        """Evict an idle segment, or wait until one becomes idle or is closed.
 
-        False when nothing has changed, nor will by itself.
+        Returns False if no space was freed and none will be.
         """
-        with self._shared.lock:
+        with self._state.lock:
             victim = self._pop_victim()
             if victim is None:
                 return self._wait_for_room(deadline_s)
-        self._dispose(victim)
+        self._delete_file(victim)
         return True
 
     def _wait_for_room(self, deadline_s: float) -> bool:
-        """Until something has changed; False when nothing will. The lock is held."""
-        waits = self._zombies or any(
-            segment.writing or segment.sealing for segment in self._segments.values()
+        """Wait for a change; returns False if none is expected. The caller owns the lock."""
+        waits = self._closing_count or any(
+            segment.writing or segment.seal_pending for segment in self._segments.values()
         )
         left_s = deadline_s - time.monotonic()
-        return bool(waits) and left_s > 0 and self._shared.changed.wait(left_s)
+        return bool(waits) and left_s > 0 and self._state.changed.wait(left_s)
 
     def _pop_victim(self) -> Segment | None:
-        """Take the coldest idle segment out of the table; the lock is held.
+        """Unregister the first idle segment in eviction order. The caller owns the lock.
 
-        None while an earlier victim still has readers: its bytes are on their way.
+        Returns None while an earlier victim still has readers, since its bytes will become free.
         """
-        if self._zombies:
+        if self._closing_count:
             return None
-        for number in self._order.victims():
-            segment = self._segments[number]
-            if not segment.writing and not segment.sealing and segment is not self._active:
-                self._leave(segment)
+        for sequence_no in self._eviction_policy.eviction_order():
+            segment = self._segments[sequence_no]
+            if not segment.writing and not segment.seal_pending and segment is not self._active:
+                self._unregister_segment(segment)
                 return segment
         return None
 
-    def _enter(self, segment: Segment) -> None:
-        """Add a segment; the lock is held."""
-        segment.stripe = self.number
-        self._shared.enter(segment)
-        self._segments[segment.number] = segment
-        self._order.inserted(segment.number, segment.nbytes)
+    def _register_segment(self, segment: Segment) -> None:
+        """Add a segment. The caller owns the lock."""
+        segment.volume_no = self.volume_no
+        self._state.add_segment(segment)
+        self._segments[segment.sequence_no] = segment
+        self._eviction_policy.on_insert(segment.sequence_no, segment.nbytes)
         self._set_expiry()
 
-    def _leave(self, segment: Segment) -> int:
-        """Take a segment and its blocks out; the lock is held, and `_dispose` must follow."""
-        self._zombies += 1
-        del self._segments[segment.number]
-        self._order.removed(segment.number)
+    def _unregister_segment(self, segment: Segment) -> int:
+        """Remove a segment and its blocks; returns the number of blocks.
+
+        The caller owns the lock, and calls `_delete_file` afterwards.
+        """
+        self._closing_count += 1
+        del self._segments[segment.sequence_no]
+        self._eviction_policy.on_remove(segment.sequence_no)
         self._set_expiry()
-        return self._shared.leave(segment)
+        return self._state.remove_segment(segment)
 
     def _set_expiry(self) -> None:
         if self._limits.ttl_ms:
-            made = (segment.made_ms for segment in self._segments.values())
-            oldest_ms = min(made, default=0)
+            created = (segment.created_ms for segment in self._segments.values())
+            oldest_ms = min(created, default=0)
             self.expires_ms = oldest_ms + self._limits.ttl_ms if oldest_ms else 0
 
-    def _dispose(self, segment: Segment) -> None:
-        """Remove the file of a segment that has left, and the table's reference."""
+    def _delete_file(self, segment: Segment) -> None:
+        """Delete the file of a removed segment, and drop the volume's reference."""
         try:
             self._files.unlink(segment.path)
         except OSError as error:
-            log.error("%s cannot be removed: %s", segment.path, error)
-        with self._shared.lock:
-            segment.users -= 1
-            last = segment.users == 0
+            log.error("%s: cannot delete the file: %s", segment.path, error)
+        with self._state.lock:
+            segment.refs -= 1
+            last = segment.refs == 0
         if last:
-            self.bury(segment)
+            self.close_segment(segment)
 
     def clear(self) -> None:
-        """Forget and remove everything; frames being written meanwhile go with it."""
+        """Remove all segments, including frames being written."""
         with self._roll_lock:
-            with self._shared.lock:
+            with self._state.lock:
                 self._active = None
-                gone = list(self._segments.values())
-                for segment in gone:
-                    self._leave(segment)
-            for segment in gone:
-                self._dispose(segment)
+                segments = list(self._segments.values())
+                for segment in segments:
+                    self._unregister_segment(segment)
+            for segment in segments:
+                self._delete_file(segment)
 
     # ------------------------------------------------------------------ start and end
 
     def _recover(self) -> None:
-        found = recover(
-            self._files, self.directory, self._limits, MAX_SLOTS - len(self._shared.segments)
+        result = recover(
+            self._files, self.directory, self._limits, MAX_OPEN_SEGMENTS - len(self._state.segments)
         )
-        self._shared.torn += found.torn
-        for segment in found.segments:
-            self._next_number = segment.number + 1
+        self._state.torn += result.torn
+        for segment in result.segments:
+            self._next_sequence_no = segment.sequence_no + 1
             self._total_bytes += segment.nbytes
-            self._enter(segment)
-            fill(self._files, self._shared, segment)
+            self._register_segment(segment)
+            index_segment(self._files, self._state, segment)
         while self._total_bytes > self._limits.capacity_bytes and self._segments:
-            with self._shared.lock:
+            with self._state.lock:
                 victim = self._pop_victim()
-            assert victim is not None, "a reader before the tier is open"
-            self._dispose(victim)
-        self._resume()
+            assert victim is not None, "a segment is in use before the tier is open"
+            self._delete_file(victim)
+        self._resume_newest()
         for segment in self._segments.values():
             if not segment.sealed and segment is not self._active:
-                segment.users += 1
+                segment.refs += 1
                 self.seal_segment(segment)
 
-    def _resume(self) -> None:
-        """Go on in the newest segment if it is of the size that new ones have, and young."""
-        newest = max(self._segments.values(), key=lambda s: s.number, default=None)
-        if newest is None or newest.nbytes != self._limits.segment_bytes or newest.short:
+    def _resume_newest(self) -> None:
+        """Append to the newest segment if it has the current size and is not too old."""
+        newest = max(self._segments.values(), key=lambda s: s.sequence_no, default=None)
+        if newest is None or newest.nbytes != self._limits.segment_bytes or newest.truncated:
             return
-        if self._is_aged(newest):
+        if self._is_append_window_over(newest):
             return
         try:
             newest.reopen(self._files)
         except OSError as error:
-            log.warning("%s cannot be appended to: %s", newest.path, error)
+            log.warning("%s: cannot reopen the segment for appending: %s", newest.path, error)
             return
         self._active = newest
 
     def close(self) -> None:
-        """Seal what is in use and close every file. No call holds a segment, the syncer ended."""
-        for segment in [*self._segments.values(), *self._doomed]:
-            if segment.dead:
-                self._dispose(segment)
+        """Seal open segments and close all files. No call uses a segment; the syncer has ended."""
+        for segment in [*self._segments.values(), *self._expired_segments]:
+            if segment.removed:
+                self._delete_file(segment)
                 continue
             if not segment.sealed:
-                segment.users += 1
+                segment.refs += 1
                 self.seal_segment(segment)
             self._files.close(segment.fd)
         self._segments.clear()

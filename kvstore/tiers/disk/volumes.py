@@ -1,10 +1,12 @@
-"""The directories of one disk tier: blocks are spread over them, and one that fails is left out.
+"""The directories of one disk tier. Blocks are spread over them, and a failing one is disabled.
 
-Each has a lock file, a part of the capacity, segments and a syncer of its own; the index is one.
-So a block is found wherever it was written, and directories may be added, reordered or missing
-from one opening to the next. A directory whose disk fails while others work is left alone for a
-while: its blocks are misses until it answers again. With one directory that is the breaker's work
-(`tiers/limits.py`), and errors go up.
+Each directory has its lock file, its part of the capacity, its segments and its syncer. All share
+one index, so a block is found in whichever directory it was written to. Directories may be added,
+reordered or missing from one opening to the next.
+
+A directory whose disk fails while others work is disabled for some time. Its blocks are cache
+misses until it works again. A tier with a single directory raises the errors instead, and the
+circuit breaker (`tiers/wrappers.py`) handles them.
 """
 
 from __future__ import annotations
@@ -17,213 +19,223 @@ from dataclasses import dataclass
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.disk.files import Files
-from kvstore.tiers.disk.lockfile import DirectoryGone, DirectoryLock, digest_of, is_claimed
+from kvstore.tiers.disk.lockfile import (
+    DirectoryLock,
+    DirectoryUnavailable,
+    has_lock_file,
+    path_digest,
+)
 from kvstore.tiers.disk.segment import Segment
-from kvstore.tiers.disk.state import Limits, Shared
-from kvstore.tiers.disk.volume import Table
+from kvstore.tiers.disk.state import DiskLimits, DiskState
+from kvstore.tiers.disk.volume import Volume
 
 log = logging.getLogger(__name__)
 
 MAX_DIRECTORIES = 16
-FAULTS_IN_A_ROW = 3
-"""Failed calls after which a directory is left alone."""
+MAX_CONSECUTIVE_FAILURES = 3
+"""Consecutive failures after which a directory is disabled."""
 DOWN_S = 5.0
-"""How long, the first time; doubled with each trial that fails."""
+"""How long a directory is disabled at first; each failed retry doubles it."""
 MAX_DOWN_S = 80.0
+"""Maximum time that a directory is disabled before the next retry."""
 
 
 @dataclass
 class _Health:
-    """faults: in a row. until_s: left alone before this time; 0.0 when it is up."""
+    """down_until_s: time of the next retry of a disabled directory; 0.0: it is up."""
 
-    faults: int = 0
+    consecutive_failures: int = 0
     down_s: float = DOWN_S
-    until_s: float = 0.0
+    down_until_s: float = 0.0
 
 
-class Stripes:
-    """The tables of every directory that can be had. The lock of `shared` guards their health."""
+class Volumes:
+    """The usable directories of a tier. The lock of `state` guards their health."""
 
     def __init__(
         self,
         directories: Sequence[str],
         files: Files,
-        shared: Shared,
-        limits: Limits,
+        state: DiskState,
+        limits: DiskLimits,
         *,
         name: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """limits: of each directory. Raises ConfigError when none can be had, or a wrong one."""
+        """limits: limits of each directory.
+
+        Raises ConfigError: no directory can be used, or one is invalid.
+        """
         _check_different(directories)
         self._name = name
         self._clock = clock
-        self._shared = shared
-        self.tables: list[Table] = []
+        self._state = state
+        self.volumes: list[Volume] = []
         self.missing: list[str] = []
-        """Directories that were not there when the tier was opened."""
+        """Directories that were unavailable when the tier was opened."""
         self._locks: list[DirectoryLock] = []
-        self._turn = 0
-        self._down = 0
-        """How many are left alone."""
+        self._next_turn = 0
+        self._down_count = 0
+        """Number of disabled directories."""
         try:
             self._open(directories, files, limits)
         except BaseException:
-            for table in self.tables:
-                table.syncer.stop()
-                table.close()
+            for volume in self.volumes:
+                volume.syncer.stop()
+                volume.close()
             for lock in self._locks:
                 lock.release()
             raise
-        self._health = [_Health() for _ in self.tables]
+        self._health = [_Health() for _ in self.volumes]
 
-    def of(self, segment: Segment) -> Table:
-        """The table a segment belongs to."""
-        return self.tables[segment.stripe]
+    def volume_of(self, segment: Segment) -> Volume:
+        """The volume of a segment."""
+        return self.volumes[segment.volume_no]
 
     def is_single(self) -> bool:
-        """Whether there is one directory only: then its errors are the tier's."""
-        return len(self.tables) == 1
+        """Whether the tier has a single directory, whose errors the tier raises."""
+        return len(self.volumes) == 1
 
     # ------------------------------------------------------------------ health
 
-    def ways(self) -> list[Table]:
-        """Where to try the next write, best first. The caller holds the lock.
+    def write_candidates(self) -> list[Volume]:
+        """The volumes to try for the next write, best first. The caller owns the lock.
 
-        The one with fewest writes under way, in turn among equals: a run is spread evenly over
-        disks of one speed, and by their speeds over others. One left alone comes last.
+        Volumes with fewer writes in progress come first, and equal ones take turns. Writes are thus
+        spread evenly over equal disks, and by speed over different ones. Disabled volumes come
+        last.
         """
-        if len(self.tables) == 1:
-            return self.tables
-        self._turn += 1
-        up = [table for table in self.tables if self.is_up(table)]
-        turn = self._turn % max(1, len(up))
-        first = sorted(up[turn:] + up[:turn], key=lambda table: table.writes)
-        return first + [table for table in self.tables if table not in first]
+        if len(self.volumes) == 1:
+            return self.volumes
+        self._next_turn += 1
+        up = [volume for volume in self.volumes if self.is_up(volume)]
+        turn = self._next_turn % max(1, len(up))
+        first = sorted(up[turn:] + up[:turn], key=lambda volume: volume.writes_in_progress)
+        return first + [volume for volume in self.volumes if volume not in first]
 
-    def is_up(self, table: Table) -> bool:
-        """Whether a directory may be asked. The caller holds the lock."""
-        return not self._down or self._clock() >= self._health[table.number].until_s
+    def is_up(self, volume: Volume) -> bool:
+        """Whether a directory may be used now. The caller owns the lock."""
+        return not self._down_count or self._clock() >= self._health[volume.volume_no].down_until_s
 
     def all_up(self) -> bool:
-        """Whether no directory is left alone. The caller holds the lock."""
-        return not self._down
+        """Whether no directory is disabled. The caller owns the lock."""
+        return not self._down_count
 
-    def answered(self, table: Table) -> None:
-        """A call went well. The caller holds the lock."""
-        health = self._health[table.number]
-        if not health.faults:
+    def record_success(self, volume: Volume) -> None:
+        """Record a successful call. The caller owns the lock."""
+        health = self._health[volume.volume_no]
+        if not health.consecutive_failures:
             return
-        if health.until_s:
-            log.warning("%s: %s works again", self._name, table.directory)
-            self._down -= 1
-        self._health[table.number] = _Health()
+        if health.down_until_s:
+            log.warning("%s: directory %s is up", self._name, volume.directory)
+            self._down_count -= 1
+        self._health[volume.volume_no] = _Health()
 
-    def failed(self, table: Table, error: OSError) -> None:
-        """A call failed. The caller holds the lock."""
-        health = self._health[table.number]
-        health.faults += 1
-        if self.is_single() or health.faults < FAULTS_IN_A_ROW:
+    def record_failure(self, volume: Volume, error: OSError) -> None:
+        """Record a failed call. The caller owns the lock."""
+        health = self._health[volume.volume_no]
+        health.consecutive_failures += 1
+        if self.is_single() or health.consecutive_failures < MAX_CONSECUTIVE_FAILURES:
             return
         now_s = self._clock()
-        if now_s < health.until_s:
+        if now_s < health.down_until_s:
             return
-        if health.until_s:
+        if health.down_until_s:
             health.down_s = min(2 * health.down_s, MAX_DOWN_S)
         else:
-            self._down += 1
-        health.until_s = now_s + health.down_s
+            self._down_count += 1
+        health.down_until_s = now_s + health.down_s
         log.warning(
-            "%s: %s is left alone for %g s, its blocks are misses: %s",
+            "%s: directory %s disabled for %g s; its blocks are cache misses: %s",
             self._name,
-            table.directory,
+            volume.directory,
             health.down_s,
             error,
         )
 
-    # ------------------------------------------------------------------ all of them
+    # ------------------------------------------------------------------ all volumes
 
-    def expire(self) -> None:
-        """Take what is too old out of the index. The caller holds the lock."""
-        for table in self.tables:
-            if table.expires_ms and table.expire():
-                table.syncer.nudge()
+    def expire_segments(self) -> None:
+        """Remove expired segments from the index. The caller owns the lock."""
+        for volume in self.volumes:
+            if volume.expires_ms and volume.expire_segments():
+                volume.syncer.wake()
 
-    def sync_fault(self) -> str:
-        """Why what was written may not be on stable storage; empty when all is well."""
-        return next(filter(None, (table.sync_fault() for table in self.tables)), "")
+    def sync_error(self) -> str:
+        """Error of the first failed sync in any directory; "" if none failed."""
+        return next(filter(None, (volume.sync_error() for volume in self.volumes)), "")
 
     def stats(self) -> dict[str, int]:
-        with self._shared.lock:
-            each = [table.stats() for table in self.tables]
-            down = sum(not self.is_up(table) for table in self.tables)
+        with self._state.lock:
+            each = [volume.stats() for volume in self.volumes]
+            down = sum(not self.is_up(volume) for volume in self.volumes)
         total = {key: sum(one[key] for one in each) for key in each[0]}
         return {
             **total,
-            "directories": len(self.tables) + len(self.missing),
+            "directories": len(self.volumes) + len(self.missing),
             "directories_down": down + len(self.missing),
         }
 
     def stop(self) -> bool:
-        """End the syncers; False when one hangs."""
-        ended = [table.syncer.stop() for table in self.tables]
+        """Stop the syncers; returns False if one hangs."""
+        ended = [volume.syncer.stop() for volume in self.volumes]
         return all(ended)
 
     def close(self) -> None:
-        """Close every file and let others have the directories. The syncers have ended."""
-        for table in self.tables:
-            table.close()
+        """Close all files and unlock the directories. The syncers have ended."""
+        for volume in self.volumes:
+            volume.close()
         for lock in self._locks:
             lock.release()
 
     # ------------------------------------------------------------------ opening
 
-    def _open(self, directories: Sequence[str], files: Files, limits: Limits) -> None:
-        faults: list[ConfigError] = []
+    def _open(self, directories: Sequence[str], files: Files, limits: DiskLimits) -> None:
+        errors: list[ConfigError] = []
         peers: set[str] = set()
-        # Those that were used before come first: they know which others were.
-        for directory in sorted(directories, key=is_claimed, reverse=True):
+        # Directories with a lock file come first, because it lists the other ones.
+        for directory in sorted(directories, key=has_lock_file, reverse=True):
             try:
-                if digest_of(directory) in peers and not is_claimed(directory):
-                    raise DirectoryGone(
-                        f"{directory!r} held blocks of this tier and is empty; mount its disk, or "
-                        "make an empty file kvstore.lock in it to begin anew"
+                if path_digest(directory) in peers and not has_lock_file(directory):
+                    raise DirectoryUnavailable(
+                        f"{directory!r} contained blocks of this tier and is now empty; mount its "
+                        "disk, or create an empty file kvstore.lock in it to start empty"
                     )
                 lock = DirectoryLock(directory)
-            except DirectoryGone as error:
-                faults.append(error)
+            except DirectoryUnavailable as error:
+                errors.append(error)
                 self.missing.append(directory)
                 continue
             self._locks.append(lock)
             peers |= lock.peers
-        digests = [digest_of(directory) for directory in directories]
+        digests = [path_digest(directory) for directory in directories]
         for lock in list(self._locks):
-            number = len(self.tables)
+            volume_no = len(self.volumes)
             try:
                 if len(directories) > 1:
-                    lock.name_peers(digests)
-                table = Table(self._shared, files, lock.directory, number, limits, self._name)
-            except DirectoryGone as error:
-                faults.append(error)
+                    lock.record_peers(digests)
+                volume = Volume(self._state, files, lock.directory, volume_no, limits, self._name)
+            except DirectoryUnavailable as error:
+                errors.append(error)
                 self.missing.append(lock.directory)
                 self._locks.remove(lock)
                 lock.release()
             else:
-                self.tables.append(table)
-        if not self.tables:
-            raise faults[0]
-        for fault in faults:
-            log.error("%s goes on without a directory: %s", self._name, fault)
+                self.volumes.append(volume)
+        if not self.volumes:
+            raise errors[0]
+        for each in errors:
+            log.error("%s: starting without a directory: %s", self._name, each)
 
 
 def _check_different(directories: Sequence[str]) -> None:
-    """Raises ConfigError when two are the same."""
+    """Raises ConfigError: two directories are the same."""
     seen: dict[str, str] = {}
     for directory in directories:
-        place = os.path.realpath(directory)
-        if place in seen:
+        real_path = os.path.realpath(directory)
+        if real_path in seen:
             raise ConfigError(
-                f"the disk tier's directories {seen[place]!r} and {directory!r} are the same; "
-                "give each disk one of its own"
+                f"the disk tier's directories {seen[real_path]!r} and {directory!r} are the same; "
+                "use a separate directory for each disk"
             )
-        seen[place] = directory
+        seen[real_path] = directory

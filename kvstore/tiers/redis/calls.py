@@ -1,8 +1,8 @@
-"""Calls to the servers: which connection, how many at once, and what a redirect leads to.
+"""Calls to the servers: connections, concurrency and redirects.
 
-A call takes one of a fixed number of scratch buffers, which is also what bounds the connections in
-use; borrows a connection; sends; receives; and gives both back. A connection goes back in step or
-closed, never in between. Every wait on a socket has a timeout, and every transfer an end.
+A call takes one of a fixed number of scratch buffers, which also bounds the connections in use. It
+takes a connection, sends, receives, and returns both. A connection that is not reusable is closed
+instead of returned. Every wait on a socket has a timeout, and every transfer has a deadline.
 """
 
 from __future__ import annotations
@@ -21,291 +21,304 @@ from redis.exceptions import ResponseError
 from kvstore.blocks.frame import aligned_buffer
 from kvstore.errors import TierError
 from kvstore.tiers.redis import faults, resp
-from kvstore.tiers.redis.exchange import Exchange, Outcome, converse
+from kvstore.tiers.redis.exchange import Exchange, Outcome, exchange_all
 from kvstore.tiers.redis.servers import Servers
 
-ASK_MAX: Final = 8192
-"""Small commands sent in one go, so that neither side buffers without bound."""
+MAX_BATCH_COMMANDS: Final = 8192
+"""Maximum number of commands in one request. It bounds the buffers on both sides."""
 CLOSE_WAIT_S: Final = 5.0
-"""Longest `close` waits for calls under way; a later one closes its connection by itself."""
+"""Maximum wait of `close` for running calls. A call that ends later closes its connection."""
 
 
 class Calls:
-    """Thread-safe. Raises what `faults.edge` maps, and TierError.
+    """Runs calls to the servers. Thread-safe. Raises `faults.CALL_ERRORS`, and TierError.
 
-    at_once: calls at once, at most. timeout_s: longest wait for a turn, and for a server's word.
+    max_calls: maximum number of concurrent calls. timeout_s: maximum wait for a scratch buffer, and
+    for data from a server.
     """
 
-    def __init__(self, servers: Servers, *, at_once: int, timeout_s: float) -> None:
+    def __init__(self, servers: Servers, *, max_calls: int, timeout_s: float) -> None:
         self.servers = servers
         self.counts: Counter[str] = Counter()
-        self._at_once = at_once
+        self._max_calls = max_calls
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._closed = False
         self._idle: defaultdict[ConnectionPool, list[Exchange]] = defaultdict(list)
         self._scratch: queue.LifoQueue[memoryview] = queue.LifoQueue()
-        for _ in range(at_once):
+        for _ in range(max_calls):
             self._scratch.put(aligned_buffer(resp.SCRATCH_BYTES)[: resp.SCRATCH_BYTES])
 
     @property
     def running(self) -> int:
-        """Calls under way."""
-        return self._at_once - self._scratch.qsize()
+        """Number of running calls."""
+        return self._max_calls - self._scratch.qsize()
 
     def count(self, name: str, by: int = 1) -> None:
         with self._lock:
             self.counts[name] += by
 
-    def counted(self, names: Sequence[str]) -> dict[str, int]:
+    def counters(self, names: Sequence[str]) -> dict[str, int]:
         with self._lock:
             return {name: self.counts[name] for name in names}
 
     @contextlib.contextmanager
     def exchange(self, pool: ConnectionPool, nbytes: int = 0) -> Iterator[Exchange]:
-        """A connection and a scratch buffer for one call that moves `nbytes` at most."""
-        with self._permit() as scratch, self._borrowed(pool, scratch, nbytes) as exchange:
+        """A connection and a scratch buffer for one call that transfers at most `nbytes`."""
+        with (
+            self._take_scratch() as scratch,
+            self._use_connection(pool, scratch, nbytes) as exchange,
+        ):
             yield exchange
 
-    def ask(
-        self, word: bytes, names: Sequence[bytes], *, partial: bool = True
+    def send_for_each(
+        self, command: bytes, names: Sequence[bytes], *, partial: bool = True
     ) -> list[bytes | None]:
-        """One-line replies to a small command about each name; errors are replies too.
+        """Send a small command for each name; returns its one-line replies, error replies included.
 
-        partial: None stands for the replies of a server that failed while others answered; else,
-        and when all failed, its fault is raised.
+        partial: if a server fails and others answer, its replies are None. Without `partial`, or if
+        all servers fail, its error is raised.
         """
         replies: list[bytes | None] = []
-        away: dict[ConnectionPool, Exception] = {}
-        for first in range(0, len(names), ASK_MAX):
-            part = names[first : first + ASK_MAX]
+        failed: dict[ConnectionPool, Exception] = {}
+        for first in range(0, len(names), MAX_BATCH_COMMANDS):
+            part = names[first : first + MAX_BATCH_COMMANDS]
             answers: list[bytes | None] = [None] * len(part)
-            left, failures = self._ask_once(word, part, range(len(part)), answers, away)
+            redirected, failures = self._send_batch(
+                command, part, range(len(part)), answers, failed
+            )
             if failures and (not partial or all(line is None for line in answers)):
                 raise failures[0]
-            if left:
-                self.look_elsewhere()
-                left, failures = self._ask_once(word, part, left, answers, away)
+            if redirected:
+                self.on_redirect()
+                redirected, failures = self._send_batch(command, part, redirected, answers, failed)
                 if failures and not partial:
                     raise failures[0]
-            for index in left:
-                answers[index] = self._follow(word, part[index])
+            for index in redirected:
+                answers[index] = self._execute_following_redirects(command, part[index])
             replies += answers
         return replies
 
-    def look_elsewhere(self) -> None:
-        """A server said that it is another who has a name."""
+    def on_redirect(self) -> None:
+        """Refresh the topology after a server redirected a key to another one."""
         if not self.servers.clustered:
-            raise TierError(f"{self.servers} is a node of a cluster; give it as cluster")
+            raise TierError(f"{self.servers} is a node of a cluster; use the key cluster for it")
         self.count("redirects")
-        self.servers.look_again(wait=True)
+        self.servers.refresh_topology(wait=True)
 
-    def look_again(self) -> None:
-        """A server failed, or is not who it was: ask where they are, without waiting for it, since
-        one that hangs would be asked too. Of a cluster, only the connections to the server that
-        failed are new; see `_borrowed`."""
+    def on_server_failure(self) -> None:
+        """Refresh the topology after a server failed or changed its role.
+
+        Does not wait for the refresh, which may query a server that hangs. Outside of a cluster all
+        idle connections are closed. In a cluster `_use_connection` closes those to the failed
+        server only.
+        """
         if not self.servers.clustered:
             with self._lock:
                 pools = list(self._idle)
             for pool in pools:
-                self._drop(pool)
-        self.servers.look_again(wait=False)
+                self._close_idle(pool)
+        self.servers.refresh_topology(wait=False)
 
     def close(self) -> None:
-        """Let no call begin, wait for those under way, close the connections. Once."""
+        """Reject new calls, wait for running ones, and close the connections."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         deadline = time.monotonic() + CLOSE_WAIT_S
         with contextlib.suppress(queue.Empty):
-            for _ in range(self._at_once):
+            for _ in range(self._max_calls):
                 self._scratch.get(timeout=max(0.0, deadline - time.monotonic()))
         with self._lock:
             idle = list(self._idle.items())
         for pool, exchanges in idle:
             for exchange in exchanges:
-                self._end(pool, exchange)
+                self._close_connection(pool, exchange)
         self.servers.close()
 
-    def _ask_once(
+    def _send_batch(
         self,
-        word: bytes,
+        command: bytes,
         names: Sequence[bytes],
-        which: Sequence[int],
+        indexes: Sequence[int],
         answers: list[bytes | None],
-        away: dict[ConnectionPool, Exception],
+        failed: dict[ConnectionPool, Exception],
     ) -> tuple[list[int], list[Exception]]:
-        """Put the replies into `answers`; returns those that are redirects, and what failed.
+        """Write the replies into `answers`; returns the indexes of redirects, and the errors.
 
-        All servers are asked at once, and waited for one timeout in all. away: servers that have
-        failed in this call before; they are not asked again, and those that fail now join them.
+        Requests go to all servers at the same time, with one timeout in total. failed: servers that
+        failed earlier in this call. They are skipped, and servers that fail now are added.
         """
         groups: defaultdict[ConnectionPool, list[int]] = defaultdict(list)
-        for index in which:
+        for index in indexes:
             groups[self.servers.pool_of(names[index])].append(index)
-        asked = {
-            pool: (resp.commands(word, [names[index] for index in group]), len(group))
+        requests = {
+            pool: (resp.pack_commands(command, [names[index] for index in group]), len(group))
             for pool, group in groups.items()
-            if pool not in away
+            if pool not in failed
         }
-        with self._permit() as scratch:
-            outcomes = self._ask_all(asked, scratch)
+        with self._take_scratch() as scratch:
+            outcomes = self._send_to_servers(requests, scratch)
         for pool, outcome in outcomes.items():
             if isinstance(outcome, Exception):
-                away[pool] = outcome
+                failed[pool] = outcome
                 continue
             for index, line in zip(groups[pool], outcome, strict=True):
                 answers[index] = line
-        failures = [away[pool] for pool in groups if pool in away]
-        if len(failures) < len(groups) and any(pool in away for pool in asked):
-            self.count("faults")
-            self.look_again()
-        return [i for i in which if _is_redirect(answers[i])], failures
+        failures = [failed[pool] for pool in groups if pool in failed]
+        if len(failures) < len(groups) and any(pool in failed for pool in requests):
+            self.count("errors")
+            self.on_server_failure()
+        return [i for i in indexes if _is_redirect(answers[i])], failures
 
-    def _ask_all(
-        self, asked: Mapping[ConnectionPool, tuple[bytes, int]], scratch: memoryview
+    def _send_to_servers(
+        self, requests: Mapping[ConnectionPool, tuple[bytes, int]], scratch: memoryview
     ) -> dict[ConnectionPool, Outcome]:
-        """The replies of each server, or its fault, within one timeout. asked: a request, and how
-        many one-line replies it has.
+        """Send each server its request; returns its replies or its error, within one timeout.
 
-        A server that has no idle connection is asked in a thread of its own where there are others:
-        one that hangs still accepts a connection, and is silent then. Such a thread ends by itself.
+        requests: the request, and the number of its one-line replies.
+
+        If there are several servers, a separate thread queries each server without an idle
+        connection. A server that hangs still accepts a connection, but sends nothing. Such a thread
+        ends at its timeout.
         """
         outcomes: dict[ConnectionPool, Outcome] = {}
         exchanges: dict[ConnectionPool, Exchange] = {}
         arrived: queue.SimpleQueue[tuple[ConnectionPool, Outcome]] = queue.SimpleQueue()
-        left: set[ConnectionPool] = set()
+        waiting: set[ConnectionPool] = set()
         deadline_s = time.monotonic() + self._timeout_s
-        with contextlib.ExitStack() as borrowed:
-            for pool, request in asked.items():
-                exchange = self._kept(pool)
-                if exchange is None and len(asked) > 1:
-                    left.add(pool)
+        with contextlib.ExitStack() as stack:
+            for pool, request in requests.items():
+                exchange = self._take_idle(pool)
+                if exchange is None and len(requests) > 1:
+                    waiting.add(pool)
                     words = (pool, request, arrived)
-                    name = "kvstore-redis-ask"
+                    name = "kvstore-redis-query"
                     threading.Thread(
-                        target=self._ask_anew, args=words, name=name, daemon=True
+                        target=self._send_on_new_connection, args=words, name=name, daemon=True
                     ).start()
                     continue
                 try:
-                    exchange = borrowed.enter_context(self._borrowed(pool, scratch, kept=exchange))
-                except faults.FOREIGN as fault:
-                    outcomes[pool] = fault
+                    exchange = stack.enter_context(
+                        self._use_connection(pool, scratch, idle=exchange)
+                    )
+                except faults.CALL_ERRORS as error:
+                    outcomes[pool] = error
                     continue
-                exchange.start(*request)
+                exchange.start_request(*request)
                 exchanges[pool] = exchange
-            found = converse(list(exchanges.values()), deadline_s)
+            found = exchange_all(list(exchanges.values()), deadline_s)
             outcomes.update(zip(exchanges, found, strict=True))
             for pool, outcome in outcomes.items():
                 if isinstance(outcome, Exception):
-                    self._drop(pool)
+                    self._close_idle(pool)
         with contextlib.suppress(queue.Empty):
-            while left:
+            while waiting:
                 pool, outcome = arrived.get(timeout=max(0.0, deadline_s - time.monotonic()))
-                left.discard(pool)
+                waiting.discard(pool)
                 outcomes[pool] = outcome
-        outcomes.update((pool, TimeoutError("it does not say a word")) for pool in left)
+        outcomes.update((pool, TimeoutError("no reply within the timeout")) for pool in waiting)
         return outcomes
 
-    def _ask_anew(
+    def _send_on_new_connection(
         self,
         pool: ConnectionPool,
         request: tuple[bytes, int],
         arrived: queue.SimpleQueue[tuple[ConnectionPool, Outcome]],
     ) -> None:
-        """Ask a server on a new connection, which stays for the next call."""
+        """Send a request on a new connection, which stays open for the next call."""
         words, count = request
         scratch = memoryview(bytearray(resp.SCRATCH_BYTES))
         try:
-            with self._borrowed(pool, scratch, len(words)) as exchange:
+            with self._use_connection(pool, scratch, len(words)) as exchange:
                 exchange.send(words)
-                lines = exchange.lines(count)
-        except faults.FOREIGN as fault:
-            arrived.put((pool, fault))
+                lines = exchange.read_lines(count)
+        except faults.CALL_ERRORS as error:
+            arrived.put((pool, error))
         else:
             arrived.put((pool, lines))
 
-    def _follow(self, word: bytes, name: bytes) -> bytes:
-        """The one-line reply to a command that a cluster sends from node to node."""
+    def _execute_following_redirects(self, command: bytes, name: bytes) -> bytes:
+        """The one-line reply to a command that the cluster redirects."""
         try:
-            return b":%d" % self.servers.follow(word.decode(), name)
+            return b":%d" % self.servers.execute_following_redirects(command.decode(), name)
         except ResponseError as error:
             return b"-" + str(error).encode()
 
     @contextlib.contextmanager
-    def _permit(self) -> Iterator[memoryview]:
-        """A scratch buffer, and with it the right to use connections."""
+    def _take_scratch(self) -> Iterator[memoryview]:
+        """A scratch buffer. A call needs one before it uses a connection."""
         if self._closed:
             raise TierError("the tier is closed")
         try:
             scratch = self._scratch.get(timeout=self._timeout_s)
         except queue.Empty:
-            raise TierError(f"all {self._at_once} connections are in use") from None
+            raise TierError(f"all {self._max_calls} connections are in use") from None
         try:
             yield scratch
         finally:
             self._scratch.put(scratch)
 
     @contextlib.contextmanager
-    def _borrowed(
+    def _use_connection(
         self,
         pool: ConnectionPool,
         scratch: memoryview,
         nbytes: int = 0,
         *,
-        kept: Exchange | None = None,
+        idle: Exchange | None = None,
     ) -> Iterator[Exchange]:
-        """A connection, closed before it goes back unless it is in step. kept: one taken already.
+        """A connection for one call. Afterwards it is kept if it is reusable, else closed.
 
-        Those in step are kept here: giving one to redis-py's pool and taking it out again costs
-        more than the two system calls of a small read.
+        idle: an idle connection that was taken already. Reusable connections are kept here, because
+        returning one to redis-py's pool and taking it again costs more than the two system calls of
+        a small read.
         """
-        exchange = kept or self._kept(pool)
+        exchange = idle or self._take_idle(pool)
         if exchange is None:
             exchange = Exchange(pool.get_connection(), self._timeout_s)
         try:
-            exchange.begin(scratch, nbytes)
+            exchange.begin_call(scratch, nbytes)
             yield exchange
-        except faults.FOREIGN:
-            if not exchange.in_step:
-                self._drop(pool)
+        except faults.CALL_ERRORS:
+            if not exchange.reusable:
+                self._close_idle(pool)
             raise
         finally:
-            if exchange.in_step:
-                self._keep(pool, exchange)
+            if exchange.reusable:
+                self._return_idle(pool, exchange)
             else:
-                self._end(pool, exchange)
+                self._close_connection(pool, exchange)
 
-    def _keep(self, pool: ConnectionPool, exchange: Exchange) -> None:
-        """An idle connection, for the next call; after `close` there is none."""
+    def _return_idle(self, pool: ConnectionPool, exchange: Exchange) -> None:
+        """Keep an idle connection for the next call; close it if the tier is closed."""
         with self._lock:
             if not self._closed:
                 self._idle[pool].append(exchange)
                 return
-        self._end(pool, exchange)
+        self._close_connection(pool, exchange)
 
-    def _drop(self, pool: ConnectionPool) -> None:
-        """Close the idle connections to a server: it is another, or they are as dead as the one
-        that failed."""
+    def _close_idle(self, pool: ConnectionPool) -> None:
+        """Close the idle connections to a server that failed or was replaced."""
         with self._lock:
             exchanges = self._idle.pop(pool, [])
         for exchange in exchanges:
-            self._end(pool, exchange)
+            self._close_connection(pool, exchange)
 
-    def _kept(self, pool: ConnectionPool) -> Exchange | None:
-        """The connection used last, if one is idle and nothing has happened to it."""
+    def _take_idle(self, pool: ConnectionPool) -> Exchange | None:
+        """The most recently used idle connection without unread data, or None."""
         while True:
             with self._lock:
                 idle = self._idle[pool]
                 if not idle:
                     return None
                 exchange = idle.pop()
-            if exchange.is_quiet():
+            if exchange.is_idle():
                 return exchange
-            self._end(pool, exchange)
+            self._close_connection(pool, exchange)
 
-    def _end(self, pool: ConnectionPool, exchange: Exchange) -> None:
+    def _close_connection(self, pool: ConnectionPool, exchange: Exchange) -> None:
         exchange.connection.disconnect()
         pool.release(exchange.connection)
 
@@ -313,5 +326,5 @@ class Calls:
 def _is_redirect(line: bytes | None) -> bool:
     if line is None or line[:1] != b"-":
         return False
-    error = resp.error_in(line)
+    error = resp.parse_error(line)
     return error is not None and faults.is_redirect(error)

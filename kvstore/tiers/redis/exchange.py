@@ -1,7 +1,7 @@
-"""One request and its reply on a connection that redis-py opened, authenticated and lends.
+"""One request and its reply on a connection of redis-py.
 
-redis-py copies a value three times on its way to the caller. So the bytes of frames go past it,
-straight between the connection's socket and the caller's buffers; everything else stays redis-py's.
+redis-py opens and authenticates the connection. It copies a value three times on its way to the
+caller, so frames bypass it: their bytes go directly between the socket and the caller's buffers.
 """
 
 from __future__ import annotations
@@ -14,65 +14,65 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvstore.tiers.redis import resp
-from kvstore.tiers.redis.faults import FOREIGN
+from kvstore.tiers.redis.faults import CALL_ERRORS
 from kvstore.tiers.redis.resp import ErrorReply, Value
 
-SLOWEST_BYTES_PER_S: Final = 8 << 20
-"""A transfer that goes on for longer than its timeout and this rate allow is given up: a peer that
-sends a byte now and then must not hold a worker."""
-TLS_PIECE_BYTES: Final = 256 << 10
-"""A TLS socket waits for all that it is given at once; so it is given this much."""
+MIN_BYTES_PER_S: Final = 8 << 20
+"""Minimum transfer rate. A slower transfer fails, so that a peer that sends single bytes does not
+block a worker."""
+TLS_CHUNK_BYTES: Final = 256 << 10
+"""Bytes per send on a TLS socket, which waits until all of them are sent."""
 
 _TOO_LONG: Final = "the transfer took too long"
 _CLOSED: Final = "the server closed the connection"
 _NOTHING: Final = memoryview(b"")
 
 Outcome = list[bytes] | Exception
-"""One-line replies, or why there are none."""
+"""One-line replies, or the error of the request."""
 
 
 class Exchange:
-    """Send, then receive exactly what was asked for. Not thread-safe; used again and again.
+    """Sends a request and receives exactly its reply. Not thread-safe; serves many calls.
 
-    in_step is False between the two, and after any fault but an error reply: such a connection
-    must be closed, because what arrives on it next may be the answer to this request.
+    `reusable` is False between request and reply, and after any error except an error reply. Close
+    such a connection: the next bytes on it may be the reply to an earlier request.
     """
 
     def __init__(self, connection: Any, timeout_s: float) -> None:
-        """connection: redis-py's, connected. timeout_s: longest wait for one byte."""
-        self.in_step = True
+        """connection: a connected redis-py connection. timeout_s: maximum wait for data."""
+        self.reusable = True
         self.connection = connection
-        # redis-py gives no public way to the socket; all its releases call it this.
+        # redis-py has no public attribute for the socket. All its releases use this name.
         self._socket: socket.socket = connection._sock
         self._tls = isinstance(self._socket, ssl.SSLSocket)
         self._timeout_s = timeout_s
         self._deadline = 0.0
         self._scratch = _NOTHING
         self._unsent = _NOTHING
-        self._lines = resp.Lines(0)
+        self._lines = resp.LineReplies(0)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
 
-    def begin(self, scratch: memoryview, nbytes: int = 0) -> None:
-        """A new call. scratch: `resp.SCRATCH_BYTES` nobody else uses meanwhile. nbytes: how much
-        will cross, at most."""
+    def begin_call(self, scratch: memoryview, nbytes: int = 0) -> None:
+        """Start a call. scratch: `resp.SCRATCH_BYTES` bytes for this call only. nbytes: maximum
+        bytes that the call transfers."""
         self._scratch = scratch
-        self._deadline = time.monotonic() + self._timeout_s + nbytes / SLOWEST_BYTES_PER_S
+        self._deadline = time.monotonic() + self._timeout_s + nbytes / MIN_BYTES_PER_S
 
     def fileno(self) -> int:
-        """Of the socket, to poll it."""
+        """The socket's descriptor, for poll."""
         return self._socket.fileno()
 
-    def is_quiet(self) -> bool:
-        """Whether nothing has come since the last call: neither its end nor bytes nobody asked
-        for, which would be taken for the next reply."""
+    def is_idle(self) -> bool:
+        """Whether the socket has no unread data and was not closed. Unread data would be taken for
+        the next reply."""
         pending = self._tls and self._socket.pending()  # type: ignore[attr-defined]
         return not pending and not self._poll.poll(0)
 
-    def send(self, *pieces: bytes | memoryview) -> None:
-        """Send a request that lies in pieces, without joining them."""
-        self.in_step = False
-        views = [memoryview(piece) for piece in pieces]
+    def send(self, *parts: bytes | memoryview) -> None:
+        """Send a request that consists of several buffers, without joining them."""
+        self.reusable = False
+        views = [memoryview(part) for part in parts]
         try:
             while views:
                 if time.monotonic() > self._deadline:
@@ -85,34 +85,37 @@ class Exchange:
         except TimeoutError:
             raise
         except OSError:
-            self._raise_last_words()
+            self._raise_error_reply()
             raise
 
-    def lines(self, count: int) -> list[bytes]:
-        """`count` one-line replies; see `resp.read_lines`."""
+    def read_lines(self, count: int) -> list[bytes]:
+        """Receive `count` one-line replies; see `resp.read_lines`."""
         lines = resp.read_lines(self._receive, self._scratch, count)
-        self.in_step = True
+        self.reusable = True
         return lines
 
-    def start(self, request: bytes, count: int) -> None:
-        """Begin a request with `count` one-line replies that `advance` carries on and `end` ends,
-        none of them waiting: how several servers are asked at once."""
-        self.in_step = False
+    def start_request(self, request: bytes, count: int) -> None:
+        """Start a request with `count` one-line replies without waiting.
+
+        `advance_request` continues and `end_request` completes it. A thread can thus query several
+        servers at the same time.
+        """
+        self.reusable = False
         self._socket.settimeout(0)
         self._unsent = memoryview(request)
-        self._lines = resp.Lines(count)
+        self._lines = resp.LineReplies(count)
 
-    def advance(self) -> int:
-        """Send and receive what goes without waiting; which poll event to wait for, 0 for none:
-        the replies have come."""
+    def advance_request(self) -> int:
+        """Send and receive without waiting; returns the poll event to wait for, or 0 when all
+        replies have arrived."""
         try:
             while self._unsent:
-                self._unsent = self._unsent[self._socket.send(self._unsent[:TLS_PIECE_BYTES]) :]
+                self._unsent = self._unsent[self._socket.send(self._unsent[:TLS_CHUNK_BYTES]) :]
             while not self._lines.complete:
                 count = self._socket.recv_into(self._scratch)
                 if not count:
                     raise ConnectionResetError(_CLOSED)
-                self._lines.take(self._scratch[:count])
+                self._lines.feed(self._scratch[:count])
         except ssl.SSLWantReadError:
             return select.POLLIN
         except ssl.SSLWantWriteError:
@@ -121,40 +124,40 @@ class Exchange:
             return select.POLLOUT if self._unsent else select.POLLIN
         except OSError:
             if self._unsent:
-                self._raise_last_words()
+                self._raise_error_reply()
             raise
         return 0
 
-    def end(self) -> list[bytes]:
-        """The replies to what was started. Raises TimeoutError: they have not come."""
+    def end_request(self) -> list[bytes]:
+        """The replies of the started request. Raises TimeoutError: some are missing."""
         self._socket.settimeout(self._timeout_s)
         if not self._lines.complete:
             raise TimeoutError(_TOO_LONG)
         replies = self._lines.replies()
-        self.in_step = True
+        self.reusable = True
         return replies
 
-    def value(self, header: memoryview, payload: memoryview) -> Value:
-        """A value into the caller's buffers; see `resp.read_value`."""
+    def read_value(self, header: memoryview, payload: memoryview) -> Value:
+        """Receive a value into the caller's buffers; see `resp.read_value`."""
         try:
             value = resp.read_value(self._receive, self._scratch, header, payload)
         except ErrorReply:
-            self.in_step = True
+            self.reusable = True
             raise
-        self.in_step = value.drained
+        self.reusable = value.drained
         return value
 
-    def ask(self, *words: str | bytes | int) -> Any:
-        """A command with a reply of any shape, by redis-py's own means. Raises its exceptions."""
-        self.in_step = False
+    def execute(self, *words: str | bytes | int) -> Any:
+        """Run a command with a reply of any type through redis-py. Raises its exceptions."""
+        self.reusable = False
         self.connection.send_command(*words)
         reply = self.connection.read_response()
-        self.in_step = True
+        self.reusable = True
         return reply
 
     def _send_some(self, views: Sequence[memoryview]) -> int:
         if self._tls:
-            return self._socket.send(views[0][:TLS_PIECE_BYTES])
+            return self._socket.send(views[0][:TLS_CHUNK_BYTES])
         return self._socket.sendmsg(views)
 
     def _receive(self, views: list[memoryview]) -> int:
@@ -168,9 +171,11 @@ class Exchange:
             raise ConnectionResetError(_CLOSED)
         return count
 
-    def _raise_last_words(self) -> None:
-        """A server that refuses a request says why and closes; sending then fails before the
-        reason is read. Raises ErrorReply when there is one."""
+    def _raise_error_reply(self) -> None:
+        """Raise ErrorReply if the server sent an error reply before it closed the connection.
+
+        A server that rejects a request does so, and sending then fails before the reply is read.
+        """
         if self._tls:
             return
         try:
@@ -178,44 +183,45 @@ class Exchange:
         except OSError:
             return
         line, end, _ = bytes(self._scratch[:count]).partition(b"\r\n")
-        error = resp.error_in(line)
+        error = resp.parse_error(line)
         if end and error:
             raise error
 
 
-def converse(exchanges: Sequence[Exchange], deadline_s: float) -> list[Outcome]:
-    """Carry on what was started on all of them, each as far as it goes, until `deadline_s` on the
-    monotonic clock: one that says nothing keeps no other waiting. The replies of each, or its
-    fault."""
+def exchange_all(exchanges: Sequence[Exchange], deadline_s: float) -> list[Outcome]:
+    """Complete the started requests of all connections; returns the replies or the error of each.
+
+    A server that sends nothing does not delay the others. deadline_s: end on the monotonic clock.
+    """
     outcomes: list[Outcome] = [[] for _ in exchanges]
     waiting = {exchange.fileno(): index for index, exchange in enumerate(exchanges)}
     poll = select.poll()
     ready = list(waiting)
-    for place in ready:
-        poll.register(place, 0)
-    late = False
+    for fd in ready:
+        poll.register(fd, 0)
+    timed_out = False
     while True:
-        for place in ready:
-            index = waiting[place]
+        for fd in ready:
+            index = waiting[fd]
             try:
-                event = exchanges[index].advance()
+                event = exchanges[index].advance_request()
                 if event:
-                    poll.modify(place, event)
+                    poll.modify(fd, event)
                     continue
-                outcomes[index] = exchanges[index].end()
-            except FOREIGN as fault:
-                outcomes[index] = fault
-            poll.unregister(place)
-            del waiting[place]
-        if not waiting or late:
+                outcomes[index] = exchanges[index].end_request()
+            except CALL_ERRORS as error:
+                outcomes[index] = error
+            poll.unregister(fd)
+            del waiting[fd]
+        if not waiting or timed_out:
             break
-        # What has come by the deadline counts, also when this thread was late to look at it.
+        # Data that arrived by the deadline counts, even if this thread reads it later.
         left_s = deadline_s - time.monotonic()
-        late = left_s <= 0
-        ready = [place for place, _ in poll.poll(max(0.0, left_s * 1e3))]
+        timed_out = left_s <= 0
+        ready = [fd for fd, _ in poll.poll(max(0.0, left_s * 1e3))]
     for index in waiting.values():
         try:
-            outcomes[index] = exchanges[index].end()
-        except FOREIGN as fault:
-            outcomes[index] = fault
+            outcomes[index] = exchanges[index].end_request()
+        except CALL_ERRORS as error:
+            outcomes[index] = error
     return outcomes

@@ -1,8 +1,8 @@
-"""What the servers say of themselves, without anybody waiting for it.
+"""INFO of the servers, with a bounded wait.
 
-Metrics are scraped whether the servers answer or not. So one thread at a time asks, at most once
-in `AGE_MAX_S`; who wants to know waits for it `WAIT_S` at most, and takes the last answer if there
-is no newer one.
+Metrics are scraped whether the servers respond or not. One thread at a time queries them, at most
+once in `MAX_AGE_S` seconds. A caller waits at most `MAX_WAIT_S` seconds for it, and else gets the
+previous reply.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from kvstore.errors import TierError
 
 log = logging.getLogger(__name__)
 
-AGE_MAX_S: Final = 1.0
-"""An answer is good for this long."""
-WAIT_S: Final = 0.2
-"""Longest a call waits for a new one."""
+MAX_AGE_S: Final = 1.0
+"""Age at which a reply is outdated."""
+MAX_WAIT_S: Final = 0.2
+"""Maximum wait of a caller for a new reply."""
 
 Info = Mapping[str, str]
 
 
 class ServerInfo:
-    """The last answers to INFO. ask: one mapping per server; may raise TierError, and may hang."""
+    """The last INFO replies. query: returns one mapping per server; may raise TierError or hang."""
 
-    def __init__(self, ask: Callable[[], Sequence[Info]]) -> None:
-        self._ask = ask
+    def __init__(self, query: Callable[[], Sequence[Info]]) -> None:
+        self._query = query
         self._lock = threading.Lock()
         self._answers: Sequence[Info] = ()
         self._answered_at = float("-inf")
-        self._asking = False
+        self._querying = False
 
     def latest(self) -> Sequence[Info]:
-        """The newest answers there are; none when no server ever answered."""
+        """The latest replies; empty if no server has replied yet."""
         with self._lock:
-            if self._asking or time.monotonic() - self._answered_at < AGE_MAX_S:
+            if self._querying or time.monotonic() - self._answered_at < MAX_AGE_S:
                 return self._answers
-            self._asking = True
+            self._querying = True
         done = threading.Event()
         threading.Thread(target=self._refresh, args=(done,), name="redis-info", daemon=True).start()
-        done.wait(WAIT_S)
+        done.wait(MAX_WAIT_S)
         with self._lock:
             return self._answers
 
     def _refresh(self, done: threading.Event) -> None:
         answers = None
         try:
-            answers = self._ask()
+            answers = self._query()
         except TierError as error:
-            log.debug("no INFO: %s", error)
+            log.debug("INFO failed: %s", error)
         finally:
             with self._lock:
-                self._asking = False
+                self._querying = False
                 self._answered_at = time.monotonic()
                 if answers is not None:
                     self._answers = answers
@@ -63,18 +63,18 @@ class ServerInfo:
 
 
 def parse_info(text: bytes) -> dict[str, str]:
-    """The fields of an INFO reply."""
+    """Parse the fields of an INFO reply."""
     lines = (line for line in text.decode("utf-8", "replace").splitlines() if ":" in line)
     return dict(line.split(":", 1) for line in lines)
 
 
-def total(infos: Sequence[Info], name: str) -> int:
-    """The sum of a numeric field over all servers; what is no number counts as 0."""
+def sum_field(infos: Sequence[Info], name: str) -> int:
+    """The sum of a numeric field over all servers. Other values count as 0."""
     return sum(int(value) for info in infos if (value := info.get(name, "")).isdigit())
 
 
-def keys_in(infos: Sequence[Info], database: int) -> int:
-    """Keys of a database ("db0:keys=12,expires=0,...") over all servers."""
+def count_keys(infos: Sequence[Info], database: int) -> int:
+    """The number of keys in a database ("db0:keys=12,expires=0,...") on all servers."""
     count = 0
     for info in infos:
         fields = dict(part.partition("=")[::2] for part in info.get(f"db{database}", "").split(","))

@@ -1,9 +1,9 @@
-"""What a block is called on a server: `prefix:tenant:namespace:hash`, and back.
+"""Key names on a server: `prefix:tenant:namespace:hash`, encoded and decoded.
 
-Tenant and namespace are percent-encoded and the hash is hexadecimal, so that no part can hold a
-colon: two keys never share a name, whatever their tenants are called. Nor can a part hold a brace,
-which would be a hash tag that puts all blocks of a tenant on one node of a cluster, or a character
-that means something in a pattern of SCAN.
+Tenant and namespace are percent-encoded, and the hash is hexadecimal, so no part contains a colon.
+Two blocks therefore never have the same name, whatever the tenant's name is. The parts contain no
+braces either: these would form a hash tag and put all blocks of a tenant on one node of a cluster.
+They contain no special character of SCAN patterns.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from urllib.parse import quote, unquote
 from kvstore.blocks.key import Key
 
 PREFIX: Final = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-"""Prefixes there can be."""
+"""Valid prefixes."""
 
-STEMS_CACHED: Final = 1024
-"""Encoded (tenant, namespace) pairs that are remembered."""
+MAX_CACHED_STEMS: Final = 1024
+"""Maximum number of cached encodings of (tenant, namespace)."""
 
 
 def encode_name(prefix: str, key: Key) -> bytes:
-    """The name of a block. Two keys have two names; so have equal keys under two prefixes."""
+    """The name of a block, different for different keys and for different prefixes."""
     return _stem(prefix, key.tenant, key.namespace) + key.hash.hex().encode()
 
 
 def decode_name(prefix: str, name: bytes) -> Key | None:
-    """The key that `encode_name` gave this name; None when it gave it to none."""
+    """The key of a name that `encode_name` made; None for any other name."""
     parts = name.removeprefix(prefix.encode() + b":").split(b":")
     if len(parts) != 3:
         return None
@@ -42,12 +42,12 @@ def decode_name(prefix: str, name: bytes) -> Key | None:
         return None
 
 
-def pattern(prefix: str) -> bytes:
-    """What SCAN is given to find all names of a prefix; it may find more than those."""
+def scan_pattern(prefix: str) -> bytes:
+    """The SCAN pattern for all names of a prefix. It may match other names too."""
     return f"{prefix}:*".encode()
 
 
-@lru_cache(maxsize=STEMS_CACHED)
+@lru_cache(maxsize=MAX_CACHED_STEMS)
 def _stem(prefix: str, tenant: str, namespace: str) -> bytes:
     parts = (quote(part, safe="", errors="surrogatepass") for part in (tenant, namespace))
     return ":".join((prefix, *parts, "")).encode()

@@ -1,8 +1,8 @@
-"""The part of Redis' protocol (RESP2) that carries frames: commands out, replies in.
+"""The part of the Redis protocol (RESP2) that transfers frames: packing commands, reading replies.
 
-Pure: bytes come from a `Receive`, so that a test can cut the stream wherever it likes. A reply is
-taken to its last byte and no further. One request has one reply, so bytes that follow it are not
-the beginning of another: the connection is out of step, and whoever owns it must close it.
+The functions do no I/O. A `Receive` supplies the bytes, so a test can split the stream anywhere. A
+reply is read to its last byte and no further. One request has one reply. Bytes after it are a
+protocol error, and the caller must close the connection.
 """
 
 from __future__ import annotations
@@ -11,169 +11,171 @@ import enum
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
-from kvstore.tiers.base import PAGE_BYTES
+from kvstore.tiers.base import IO_ALIGNMENT
 
 Receive = Callable[[list[memoryview]], int]
-"""Fills views, one after the other, with at least one byte, and says with how many."""
+"""Fills the views in order with at least one byte; returns the number of bytes."""
 
 MAX_VALUE_BYTES: Final = 512 << 20
-"""Longest string a server takes, unless its `proto-max-bulk-len` says otherwise."""
-LINE_MAX_BYTES: Final = 2048
-"""Longest one-line reply that is believed."""
-SCRATCH_BYTES: Final = PAGE_BYTES + 64
-"""What is received in one piece before the payload: a reply's first line and a frame's header."""
-DRAIN_MAX_BYTES: Final = 1 << 20
-"""A value that is not wanted is received and thrown away up to this length; a longer one costs
-the connection."""
+"""Maximum length of a string with the server's default `proto-max-bulk-len`."""
+MAX_LINE_BYTES: Final = 2048
+"""Maximum length of a one-line reply; a longer one is a protocol error."""
+SCRATCH_BYTES: Final = IO_ALIGNMENT + 64
+"""Size of the first receive: the first line of a reply and the header of a frame."""
+MAX_DRAIN_BYTES: Final = 1 << 20
+"""Maximum length of an unwanted value that is received and discarded. For a longer one the
+connection is closed."""
 
-_SCRATCH_MIN_BYTES: Final = LINE_MAX_BYTES + 2
+_MIN_SCRATCH_BYTES: Final = MAX_LINE_BYTES + 2
 _NIL: Final = b"$-1"
-_END: Final = b"\r\n"
+_CRLF: Final = b"\r\n"
 
 
-class OutOfStep(Exception):
-    """Bytes that are no reply to what was asked."""
+class ProtocolError(Exception):
+    """The received bytes are not a valid reply to the request."""
 
 
 class ErrorReply(Exception):
-    """The server's answer is an error."""
+    """The server sent an error reply."""
 
     @property
     def code(self) -> str:
-        """Its first word: "OOM", "MOVED", "ERR"."""
+        """The error code: "OOM", "MOVED", "ERR"."""
         return str(self).partition(" ")[0]
 
 
-class Got(enum.Enum):
-    """What a value turned out to be."""
+class ValueKind(enum.Enum):
+    """The kind of a received value."""
 
     FRAME = "frame"
     MISSING = "missing"
     FOREIGN = "foreign"
-    """Too short for a frame, or not in whole pages: somebody else's."""
+    """Not a frame by its length: too short, or not a multiple of 4,096 bytes."""
     TOO_LARGE = "too large"
-    """Longer than the buffer it should go into."""
+    """Larger than the caller's buffer."""
 
 
 class Value(NamedTuple):
-    """A value's reply. drained: it was received to its end, so the connection is in step."""
+    """The reply to GET. drained: it was received completely, so the connection is reusable."""
 
-    got: Got
+    kind: ValueKind
     payload_bytes: int = 0
     drained: bool = True
 
 
-def command(*words: bytes) -> bytes:
-    """A command as it is sent."""
+def pack_command(*words: bytes) -> bytes:
+    """The bytes of a command."""
     head = b"*%d\r\n" % len(words)
     return head + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
 
 
-def commands(word: bytes, names: Iterable[bytes]) -> bytes:
-    """The same command for each of some names, as they are sent."""
-    head = b"*2\r\n$%d\r\n%s\r\n$" % (len(word), word)
+def pack_commands(command: bytes, names: Iterable[bytes]) -> bytes:
+    """The bytes of the same command for each name."""
+    head = b"*2\r\n$%d\r\n%s\r\n$" % (len(command), command)
     return b"".join([head + b"%d\r\n%s\r\n" % (len(name), name) for name in names])
 
 
-def set_around(name: bytes, value_bytes: int, ttl_ms: int) -> tuple[bytes, bytes]:
-    """What is sent before and after a value of `value_bytes` to set it if `name` is not there."""
+def pack_set(name: bytes, value_bytes: int, ttl_ms: int) -> tuple[bytes, bytes]:
+    """The bytes before and after a value of `value_bytes` in a SET NX. ttl_ms: 0 for no expiry."""
     expiry = (b"PX", b"%d" % ttl_ms) if ttl_ms else ()
     tail = b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in (b"NX", *expiry))
     head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n"
-    return head % (4 + len(expiry), len(name), name, value_bytes), _END + tail
+    return head % (4 + len(expiry), len(name), name, value_bytes), _CRLF + tail
 
 
 def is_frame_length(nbytes: int) -> bool:
-    """Whether a value of this length can be a frame: a header page and a payload of pages."""
-    return nbytes >= 2 * PAGE_BYTES and nbytes % PAGE_BYTES == 0
+    """Whether a value of this length can be a frame: a header and a payload, both aligned."""
+    return nbytes >= 2 * IO_ALIGNMENT and nbytes % IO_ALIGNMENT == 0
 
 
-class Lines:
-    """`count` one-line replies, taken as they come: statuses, errors (still with their "-"),
-    numbers, and nil. Raises OutOfStep for anything else."""
+class LineReplies:
+    """Collects `count` one-line replies: statuses, errors (with their "-"), numbers and nil.
+
+    Raises ProtocolError for anything else.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._taken = bytearray()
+        self._received = bytearray()
         self._ends = 0
 
     @property
     def complete(self) -> bool:
-        """Whether all have come."""
+        """Whether all replies have arrived."""
         return self._ends >= self._count
 
-    def take(self, piece: memoryview) -> None:
-        """What came next."""
-        if len(self._taken) > self._count * LINE_MAX_BYTES:
-            raise OutOfStep("replies without end")
+    def feed(self, piece: memoryview) -> None:
+        """Add received bytes."""
+        if len(self._received) > self._count * MAX_LINE_BYTES:
+            raise ProtocolError("replies are too long")
         data = bytes(piece)
         self._ends += data.count(b"\n")
-        self._taken += data
+        self._received += data
 
     def replies(self) -> list[bytes]:
-        """All of them, when they are complete."""
-        replies = bytes(self._taken).split(_END)
+        """All replies; call it when they are complete."""
+        replies = bytes(self._received).split(_CRLF)
         if self._ends != self._count or len(replies) != self._count + 1 or replies.pop():
-            raise OutOfStep(f"{self._ends} lines of replies where {self._count} are right")
+            raise ProtocolError(f"received {self._ends} reply lines instead of {self._count}")
         for line in replies:
             if line[:1] not in (b"+", b"-", b":") and line != _NIL:
-                raise OutOfStep(f"a reply that begins with {line[:16]!r}")
+                raise ProtocolError(f"unexpected reply {line[:16]!r}")
         return replies
 
 
 def read_lines(receive: Receive, scratch: memoryview, count: int) -> list[bytes]:
-    """`count` one-line replies; see `Lines`."""
-    lines = Lines(count)
+    """Receive `count` one-line replies; see `LineReplies`."""
+    lines = LineReplies(count)
     while not lines.complete:
-        lines.take(scratch[: receive([scratch])])
+        lines.feed(scratch[: receive([scratch])])
     return lines.replies()
 
 
-def error_in(line: bytes) -> ErrorReply | None:
-    """The error that a one-line reply is; None when it is none."""
+def parse_error(line: bytes) -> ErrorReply | None:
+    """The error in a one-line reply, or None."""
     return ErrorReply(line[1:].decode("utf-8", "replace")) if line[:1] == b"-" else None
 
 
 def read_value(
     receive: Receive, scratch: memoryview, header: memoryview, payload: memoryview
 ) -> Value:
-    """The reply to GET, a frame going into `header` (4,096 bytes) and the front of `payload`.
+    """Receive the reply to GET: a frame goes into `header` (4,096 bytes) and `payload`.
 
-    Raises ErrorReply for an error, OutOfStep for what is no value.
+    Raises ErrorReply; ProtocolError: the reply is not a value.
     """
-    assert len(scratch) >= _SCRATCH_MIN_BYTES
+    assert len(scratch) >= _MIN_SCRATCH_BYTES
     have, end = 0, -1
     while end < 0:
-        if have > LINE_MAX_BYTES:
-            raise OutOfStep("a reply without an end of its first line")
+        if have > MAX_LINE_BYTES:
+            raise ProtocolError("the first line of the reply is too long")
         have += receive([scratch[have:]])
-        end = bytes(scratch[: min(have, LINE_MAX_BYTES)]).find(_END)
-    line, rest = bytes(scratch[:end]), scratch[end + len(_END) : have]
+        end = bytes(scratch[: min(have, MAX_LINE_BYTES)]).find(_CRLF)
+    line, rest = bytes(scratch[:end]), scratch[end + len(_CRLF) : have]
     if line[:1] == b"-" or line == _NIL:
         if rest:
-            raise OutOfStep(f"{len(rest)} bytes after a reply")
-        error = error_in(line)
+            raise ProtocolError(f"{len(rest)} extra bytes after a reply")
+        error = parse_error(line)
         if error:
             raise error
-        return Value(Got.MISSING)
+        return Value(ValueKind.MISSING)
     if line[:1] != b"$" or not line[1:].isdigit() or len(line) > 12:
-        raise OutOfStep(f"a reply that begins with {line[:16]!r}")
+        raise ProtocolError(f"unexpected reply {line[:16]!r}")
     nbytes = int(line[1:])
-    if nbytes > MAX_VALUE_BYTES or len(rest) > nbytes + len(_END):
-        raise OutOfStep(f"a value of {nbytes} bytes, or more than that")
-    payload_bytes = nbytes - PAGE_BYTES
+    if nbytes > MAX_VALUE_BYTES or len(rest) > nbytes + len(_CRLF):
+        raise ProtocolError(f"value of {nbytes} bytes is too long")
+    payload_bytes = nbytes - IO_ALIGNMENT
     if not is_frame_length(nbytes):
-        return Value(Got.FOREIGN, 0, _drain(receive, scratch, rest, nbytes))
+        return Value(ValueKind.FOREIGN, 0, _drain(receive, scratch, rest, nbytes))
     if payload_bytes > len(payload):
-        return Value(Got.TOO_LARGE, payload_bytes, _drain(receive, scratch, rest, nbytes))
-    end_ = memoryview(bytearray(len(_END)))
-    _fill(receive, [header[:PAGE_BYTES], payload[:payload_bytes], end_], rest)
+        return Value(ValueKind.TOO_LARGE, payload_bytes, _drain(receive, scratch, rest, nbytes))
+    end_ = memoryview(bytearray(len(_CRLF)))
+    _fill(receive, [header[:IO_ALIGNMENT], payload[:payload_bytes], end_], rest)
     _check_end(end_)
-    return Value(Got.FRAME, payload_bytes)
+    return Value(ValueKind.FRAME, payload_bytes)
 
 
 def _fill(receive: Receive, views: list[memoryview], front: memoryview) -> None:
-    """Fill all of `views`, first with what was received already."""
+    """Fill all views: first with the bytes in `front`, then from the connection."""
     while views and front:
         have = min(len(front), len(views[0]))
         views[0][:have] = front[:have]
@@ -189,12 +191,12 @@ def _fill(receive: Receive, views: list[memoryview], front: memoryview) -> None:
 
 
 def _drain(receive: Receive, scratch: memoryview, rest: memoryview, nbytes: int) -> bool:
-    """Throw a value away; False when it is too long for that."""
+    """Receive and discard a value; returns False if it is too long for that."""
     left = nbytes - len(rest)
-    if left > DRAIN_MAX_BYTES:
+    if left > MAX_DRAIN_BYTES:
         return False
-    end = memoryview(bytearray(len(_END)))
-    front = rest[nbytes:].tobytes()  # of the scratch, which is received into
+    end = memoryview(bytearray(len(_CRLF)))
+    front = rest[nbytes:].tobytes()  # a copy: `receive` overwrites the scratch buffer
     while left > 0:
         left -= receive([scratch[:left]])
     _fill(receive, [end], memoryview(front))
@@ -203,6 +205,6 @@ def _drain(receive: Receive, scratch: memoryview, rest: memoryview, nbytes: int)
 
 
 def _check_end(end: memoryview) -> None:
-    """The two bytes after a value."""
-    if bytes(end) != _END:
-        raise OutOfStep("a value that is longer than it was said to be")
+    """Check the CRLF after a value."""
+    if bytes(end) != _CRLF:
+        raise ProtocolError("value is longer than its declared length")

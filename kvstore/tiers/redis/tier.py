@@ -1,4 +1,4 @@
-"""The verbs of the Redis tier: what is asked of the servers, and what their answers mean."""
+"""The operations of the Redis tier: commands to the servers, and the meaning of their replies."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from redis.connection import ConnectionPool
 
 from kvstore.blocks.key import Key
 from kvstore.errors import FrameTooLarge, TierError
-from kvstore.tiers.base import PAGE_BYTES, Judgement, Tier
+from kvstore.tiers.base import IO_ALIGNMENT, ErrorClass, Tier
 from kvstore.tiers.redis import faults, resp
 from kvstore.tiers.redis.calls import Calls
 from kvstore.tiers.redis.exchange import Exchange
-from kvstore.tiers.redis.info import Info, ServerInfo, keys_in, parse_info, total
-from kvstore.tiers.redis.keys import decode_name, encode_name, pattern
-from kvstore.tiers.redis.resp import ErrorReply, Got, Value, command
+from kvstore.tiers.redis.info import Info, ServerInfo, count_keys, parse_info, sum_field
+from kvstore.tiers.redis.keys import decode_name, encode_name, scan_pattern
+from kvstore.tiers.redis.resp import ErrorReply, Value, ValueKind, pack_command
 from kvstore.tiers.redis.servers import Servers
 
 log = logging.getLogger(__name__)
 
 SPARE_CALLS: Final = 8
-"""Calls at once beyond the workers': transfers of HTTP clients, a listing, statistics."""
+"""Concurrent calls besides those of the workers: HTTP transfers, a listing, statistics."""
 SCAN_COUNT: Final = 1000
-"""Names a server looks at for each step of a listing."""
-TRIES: Final = 2
-"""Times a cluster's nodes are asked for one value before redis-py's client is."""
+"""Names that a server examines in each step of a listing."""
+REDIRECT_TRIES: Final = 2
+"""Requests for one value that follow the slot map, before redis-py's client takes over."""
 REPAIR_TRIES: Final = 3
-"""Times a write tries to put its frame where somebody else's value lies."""
+"""Number of times a write replaces a value that is not a frame."""
 COUNTERS: Final = (
     "reads",
     "read_bytes",
     "writes",
     "write_bytes",
-    "faults",
+    "errors",
     "foreign",
     "redirects",
 )
 
 
 class RedisTier(Tier):
-    """Keeps each frame as one string of a server. Made by `open`; see the package's `Config`."""
+    """Stores each frame as one string value. Created by `open` from the package's `Config`."""
 
     local_index = False
-    max_payload_bytes = resp.MAX_VALUE_BYTES - PAGE_BYTES
+    max_payload_bytes = resp.MAX_VALUE_BYTES - IO_ALIGNMENT
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class RedisTier(Tier):
         timeout_s: float,
         name: str = "redis",
     ) -> None:
-        """connections: worth having in use at once. ttl_ms: 0 for ever. timeout_s: longest a
-        server may say nothing."""
+        """connections: number of concurrent transfers. ttl_ms: 0 for no expiry. timeout_s: maximum
+        wait for data from a server."""
         self.name = name
         self.workers_write = max(1, connections // 2)
         self.workers_read = max(1, connections - self.workers_write)
@@ -66,211 +66,224 @@ class RedisTier(Tier):
         self._prefix = prefix
         self._ttl_ms = ttl_ms
         workers = self.workers_read + self.workers_write
-        self._calls = Calls(servers, at_once=workers + SPARE_CALLS, timeout_s=timeout_s)
-        self._info = ServerInfo(self.ask_info)
+        self._calls = Calls(servers, max_calls=workers + SPARE_CALLS, timeout_s=timeout_s)
+        self._info = ServerInfo(self.query_info)
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
-        """One round trip for each server that may hold any of them, all at once. A node of a
-        cluster that does not answer holds nothing; that none answers is TierUnavailable."""
-        with self._edge():
-            replies = self._calls.ask(b"EXISTS", [self._name(key) for key in keys])
+        """Query all servers that may have the keys at the same time, with one round trip each.
+
+        Keys on a cluster node that does not respond are reported as absent. Raises TierUnavailable:
+        no server responds.
+        """
+        with self._map_errors():
+            replies = self._calls.send_for_each(b"EXISTS", [self._name(key) for key in keys])
             for line in replies:
-                _good(line or b"")
+                _raise_if_error(line or b"")
             return [line == b":1" for line in replies]
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
         name = self._name(key)
-        with self._edge():
+        with self._map_errors():
             value = self._get(name, header, payload)
-        if value.got is Got.TOO_LARGE:
+        if value.kind is ValueKind.TOO_LARGE:
             raise FrameTooLarge(
-                f"a payload of {value.payload_bytes} bytes does not fit {len(payload)}"
+                f"payload of {value.payload_bytes} bytes does not fit into {len(payload)} bytes"
             )
-        if value.got is Got.FOREIGN:
+        if value.kind is ValueKind.FOREIGN:
             self._calls.count("foreign")
-            log.warning("%s: %s is no frame; it is deleted", self.name, name.decode())
+            log.warning("%s: deleting the value of %s: not a frame", self.name, name.decode())
             self.delete([key])
             return 0
-        if value.got is Got.MISSING:
+        if value.kind is ValueKind.MISSING:
             return 0
         self._calls.count("reads")
-        self._calls.count("read_bytes", PAGE_BYTES + value.payload_bytes)
+        self._calls.count("read_bytes", IO_ALIGNMENT + value.payload_bytes)
         return value.payload_bytes
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
         if len(payload) > self.max_payload_bytes:
             raise TierError(
-                f"a payload of {len(payload)} bytes; a Redis value takes {self.max_payload_bytes}"
+                f"payload of {len(payload)} bytes is too large for a Redis value (at most "
+                f"{self.max_payload_bytes})"
             )
-        with self._edge():
-            written = self._set(self._name(key), header[:PAGE_BYTES], payload)
+        with self._map_errors():
+            written = self._set(self._name(key), header[:IO_ALIGNMENT], payload)
         self._calls.count("writes", int(written))
-        self._calls.count("write_bytes", (PAGE_BYTES + len(payload)) * written)
+        self._calls.count("write_bytes", (IO_ALIGNMENT + len(payload)) * written)
 
     def delete(self, keys: Sequence[Key]) -> None:
-        with self._edge():
+        with self._map_errors():
             self._unlink([self._name(key) for key in keys])
 
     def usage(self) -> Iterator[tuple[Key, int]]:
-        """In no order: servers do not tell when a value was last used."""
-        with self._edge():
+        """In no particular order, because servers do not report the last use of a value."""
+        with self._map_errors():
             pools = self._servers.pools()
         seen: set[int] = set()
         for pool in pools:
             for names in self._scan(pool):
-                with self._edge():
-                    lengths = self._calls.ask(b"STRLEN", names)
+                with self._map_errors():
+                    lengths = self._calls.send_for_each(b"STRLEN", names)
                 for name, line in zip(names, lengths, strict=True):
                     key = decode_name(self._prefix, name)
                     nbytes = int(line[1:]) if line and line[:1] == b":" else 0
-                    # While a server's table grows, SCAN may give a name twice.
+                    # SCAN may return a name twice while the server's table grows.
                     if key and resp.is_frame_length(nbytes) and hash(name) not in seen:
                         seen.add(hash(name))
                         yield key, nbytes
 
     def clear(self) -> None:
-        """Delete what is under our prefix, and nothing else."""
-        with self._edge():
+        """Delete all names with the configured prefix, and no others."""
+        with self._map_errors():
             pools = self._servers.pools()
         for pool in pools:
             for names in self._scan(pool):
-                with self._edge():
+                with self._map_errors():
                     self._unlink(names)
 
     def stats(self) -> dict[str, int | float | str]:
-        """bytes_used, bytes_capacity (0: unbounded), evictions and server_clients are the servers'
-        own, of everybody who uses them; blocks counts the keys of the database. Does not wait for
-        a server that is slow: what it said last is told."""
+        """Statistics of the servers and of this tier's calls.
+
+        bytes_used, bytes_capacity (0: unbounded), evictions and server_clients come from the
+        servers and include their other users. blocks is the number of keys in the database. If a
+        server is slow, its previous values are returned.
+        """
         infos = self._info.latest()
-        limits = [total([info], "maxmemory") for info in infos]
+        limits = [sum_field([info], "maxmemory") for info in infos]
         return {
-            "bytes_used": total(infos, "used_memory"),
+            "bytes_used": sum_field(infos, "used_memory"),
             "bytes_capacity": sum(limits) if all(limits) else 0,
-            "blocks": keys_in(infos, self._servers.address.options.get("db") or 0),
-            "evictions": total(infos, "evicted_keys"),
-            "server_clients": total(infos, "connected_clients"),
+            "blocks": count_keys(infos, self._servers.address.options.get("db") or 0),
+            "evictions": sum_field(infos, "evicted_keys"),
+            "server_clients": sum_field(infos, "connected_clients"),
             "servers": len(infos),
-            "running_calls": self._calls.running,
-            **self._calls.counted(COUNTERS),
+            "calls_in_flight": self._calls.running,
+            **self._calls.counters(COUNTERS),
         }
 
-    def judge(self, error: BaseException) -> Judgement:
-        away = faults.is_connection_fault(error)
-        return Judgement.UNAVAILABLE if away else Judgement.PERMANENT
+    def classify_error(self, error: BaseException) -> ErrorClass:
+        unreachable = faults.is_connection_fault(error)
+        return ErrorClass.UNAVAILABLE if unreachable else ErrorClass.PERMANENT
 
     def close(self) -> None:
         self._calls.close()
 
-    def ask_info(self) -> list[Info]:
-        """INFO of every server. Raises TierError: one is away, or refuses us."""
+    def query_info(self) -> list[Info]:
+        """INFO of every server. Raises TierError: a server is unreachable or rejects us."""
         infos: list[Info] = []
-        with self._edge(counted=False):
+        with self._map_errors(counted=False):
             for pool in self._servers.pools():
                 with self._calls.exchange(pool) as exchange:
-                    infos.append(parse_info(exchange.ask("INFO")))
+                    infos.append(parse_info(exchange.execute("INFO")))
         return infos
 
     # --- one value ----------------------------------------------------------------------
 
     def _get(self, name: bytes, header: memoryview, payload: memoryview) -> Value:
-        """GET, or GETEX where what is used shall live on."""
-        for _ in range(TRIES):
+        """Read a value by GET, or by GETEX to renew its TTL."""
+        for _ in range(REDIRECT_TRIES):
             try:
                 with self._calls.exchange(self._servers.pool_of(name), len(payload)) as exchange:
                     return self._get_on(exchange, name, header, payload)
             except ErrorReply as error:
                 if error.code == "WRONGTYPE":
-                    return Value(Got.FOREIGN)
+                    return Value(ValueKind.FOREIGN)
                 if not faults.is_redirect(error):
                     raise
-                self._calls.look_elsewhere()
+                self._calls.on_redirect()
         return self._get_by_client(name, header, payload)
 
     def _get_on(
         self, exchange: Exchange, name: bytes, header: memoryview, payload: memoryview
     ) -> Value:
         if self._ttl_ms:
-            exchange.send(command(b"GETEX", name, b"PX", b"%d" % self._ttl_ms))
+            exchange.send(pack_command(b"GETEX", name, b"PX", b"%d" % self._ttl_ms))
             try:
-                return exchange.value(header, payload)
+                return exchange.read_value(header, payload)
             except ErrorReply as error:
-                if not faults.refuses_refresh(error):
+                if not faults.rejects_getex(error):
                     raise
-        exchange.send(command(b"GET", name))
-        return exchange.value(header, payload)
+        exchange.send(pack_command(b"GET", name))
+        return exchange.read_value(header, payload)
 
     def _get_by_client(self, name: bytes, header: memoryview, payload: memoryview) -> Value:
-        """By redis-py, with its copies: the rare read that a cluster sends from node to node."""
-        nbytes = int(self._servers.follow("STRLEN", name))
-        payload_bytes = nbytes - PAGE_BYTES
+        """Read a value with redis-py's client, which copies it: for reads with many redirects."""
+        nbytes = int(self._servers.execute_following_redirects("STRLEN", name))
+        payload_bytes = nbytes - IO_ALIGNMENT
         if not nbytes:
-            return Value(Got.MISSING)
+            return Value(ValueKind.MISSING)
         if not resp.is_frame_length(nbytes):
-            return Value(Got.FOREIGN)
+            return Value(ValueKind.FOREIGN)
         if payload_bytes > len(payload):
-            return Value(Got.TOO_LARGE, payload_bytes)
-        value = memoryview(self._servers.follow("GETRANGE", name, 0, nbytes - 1))
+            return Value(ValueKind.TOO_LARGE, payload_bytes)
+        value = memoryview(
+            self._servers.execute_following_redirects("GETRANGE", name, 0, nbytes - 1)
+        )
         if len(value) != nbytes:
-            return Value(Got.MISSING)
+            return Value(ValueKind.MISSING)
         if self._ttl_ms:
-            self._servers.follow("PEXPIRE", name, self._ttl_ms)
-        header[:PAGE_BYTES], payload[:payload_bytes] = value[:PAGE_BYTES], value[PAGE_BYTES:]
-        return Value(Got.FRAME, payload_bytes)
+            self._servers.execute_following_redirects("PEXPIRE", name, self._ttl_ms)
+        header[:IO_ALIGNMENT], payload[:payload_bytes] = value[:IO_ALIGNMENT], value[IO_ALIGNMENT:]
+        return Value(ValueKind.FRAME, payload_bytes)
 
     def _set(self, name: bytes, header: memoryview, payload: memoryview) -> bool:
-        """SET NX; False when a frame is there already, which then lives on."""
-        nbytes = PAGE_BYTES + len(payload)
-        head, tail = resp.set_around(name, nbytes, self._ttl_ms)
-        for _ in range(TRIES):
+        """Write a value by SET NX; returns False if a frame exists already, and renews its TTL."""
+        nbytes = IO_ALIGNMENT + len(payload)
+        head, tail = resp.pack_set(name, nbytes, self._ttl_ms)
+        for _ in range(REDIRECT_TRIES):
             try:
                 with self._calls.exchange(self._servers.pool_of(name), nbytes) as exchange:
                     for _ in range(REPAIR_TRIES):
                         exchange.send(head, header, payload, tail)
-                        if _good(exchange.lines(1)[0]) != b"$-1":
+                        if _raise_if_error(exchange.read_lines(1)[0]) != b"$-1":
                             return True
-                        if self._keeps(exchange, name):
+                        if self._is_frame_stored(exchange, name):
                             return False
-                    raise TierError("somebody else's values keep appearing under our name")
+                    raise TierError("another client keeps writing other values to this key")
             except ErrorReply as error:
                 if not faults.is_redirect(error):
                     raise
-                self._calls.look_elsewhere()
+                self._calls.on_redirect()
         expiry = ("PX", self._ttl_ms) if self._ttl_ms else ()
         value = b"".join((header, payload))
-        return self._servers.follow("SET", name, value, "NX", *expiry) is not None
+        return (
+            self._servers.execute_following_redirects("SET", name, value, "NX", *expiry) is not None
+        )
 
-    def _keeps(self, exchange: Exchange, name: bytes) -> bool:
-        """Whether what a SET NX found there can be a frame. It is given a new lease of life; what
-        cannot be one is deleted, or a block would be acknowledged that nobody can read."""
-        commands = command(b"STRLEN", name)
+    def _is_frame_stored(self, exchange: Exchange, name: bytes) -> bool:
+        """Whether the existing value can be a frame. Renews the TTL of a frame.
+
+        Deletes any other value. Otherwise the write would acknowledge a block that cannot be read.
+        """
+        commands = pack_command(b"STRLEN", name)
         if self._ttl_ms:
-            commands += command(b"PEXPIRE", name, b"%d" % self._ttl_ms)
+            commands += pack_command(b"PEXPIRE", name, b"%d" % self._ttl_ms)
         exchange.send(commands)
-        line = exchange.lines(1 + bool(self._ttl_ms))[0]
-        error = resp.error_in(line)
+        line = exchange.read_lines(1 + bool(self._ttl_ms))[0]
+        error = resp.parse_error(line)
         if error is not None and error.code != "WRONGTYPE":
             raise error
         if error is None and resp.is_frame_length(int(line[1:])):
             return True
-        exchange.send(command(b"UNLINK", name))
-        if _good(exchange.lines(1)[0]) != b":0":
+        exchange.send(pack_command(b"UNLINK", name))
+        if _raise_if_error(exchange.read_lines(1)[0]) != b":0":
             self._calls.count("foreign")
-            log.warning("%s: %s is no frame; it is replaced", self.name, name.decode())
+            log.warning("%s: replacing the value of %s: not a frame", self.name, name.decode())
         return False
 
     # --- many names ---------------------------------------------------------------------
 
     def _unlink(self, names: Sequence[bytes]) -> None:
-        for line in self._calls.ask(b"UNLINK", names, partial=False):
-            _good(line or b"")
+        for line in self._calls.send_for_each(b"UNLINK", names, partial=False):
+            _raise_if_error(line or b"")
 
     def _scan(self, pool: ConnectionPool) -> Iterator[list[bytes]]:
-        """Names of ours on one server, some at a time; no connection is held in between."""
+        """Batches of this tier's names on one server. Uses no connection between batches."""
         cursor: Any = 0
         while True:
-            with self._edge(), self._calls.exchange(pool) as exchange:
-                words = ("SCAN", cursor, "MATCH", pattern(self._prefix), "COUNT", SCAN_COUNT)
-                cursor, found = exchange.ask(*words)
+            with self._map_errors(), self._calls.exchange(pool) as exchange:
+                words = ("SCAN", cursor, "MATCH", scan_pattern(self._prefix), "COUNT", SCAN_COUNT)
+                cursor, found = exchange.execute(*words)
             names = [name for name in found if decode_name(self._prefix, name) is not None]
             if names:
                 yield names
@@ -278,24 +291,24 @@ class RedisTier(Tier):
                 return
 
     @contextlib.contextmanager
-    def _edge(self, *, counted: bool = True) -> Iterator[None]:
-        """Where foreign faults become ours."""
+    def _map_errors(self, *, counted: bool = True) -> Iterator[None]:
+        """Map exceptions of calls to tier errors. counted: count them in the statistics."""
         try:
             yield
-        except faults.FOREIGN as error:
-            self._calls.count("faults", int(counted))
-            if faults.is_of_the_place(error):
-                self._calls.look_again()
+        except faults.CALL_ERRORS as error:
+            self._calls.count("errors", int(counted))
+            if faults.may_have_moved(error):
+                self._calls.on_server_failure()
             where, secrets = str(self._servers), self._servers.address.secrets
-            raise faults.mapped(error, where, secrets=secrets) from None
+            raise faults.map_error(error, where, secrets=secrets) from None
 
     def _name(self, key: Key) -> bytes:
         return encode_name(self._prefix, key)
 
 
-def _good(line: bytes) -> bytes:
-    """A one-line reply that is no error. Raises ErrorReply."""
-    error = resp.error_in(line)
+def _raise_if_error(line: bytes) -> bytes:
+    """Return a one-line reply. Raises ErrorReply: it is an error."""
+    error = resp.parse_error(line)
     if error is not None:
         raise error
     return line

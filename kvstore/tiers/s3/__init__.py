@@ -1,8 +1,14 @@
 """The S3 tier: any S3-compatible object store, shared by any number of nodes.
 
-`tier` has the verbs, `packer` groups writers, `catalog` is what this node knows, `keeper` learns
-from the bucket and collects, `objects` are segments and graves in it, `layout` their bytes and
-names, `client` the requests, `link` the connections, `faults` what goes wrong.
+tier            the tier's operations
+packer          grouping of concurrent writes into segments
+segment_index   the segments that this node knows, and the location of each block
+reconciler      listing of the bucket, and garbage collection
+objects         segments and tombstones in the bucket
+layout          bytes and names of these objects
+client          S3 requests
+http_pool       HTTP connections
+faults          mapping of errors
 """
 
 from __future__ import annotations
@@ -12,12 +18,13 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
-from kvstore.config.settings import Bytes, Milliseconds, Section
+from kvstore.config.field_types import Bytes, Milliseconds
+from kvstore.config.settings import Section
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import Tier
 from kvstore.tiers.s3.client import Client
 from kvstore.tiers.s3.layout import MAX_SHARDS
-from kvstore.tiers.s3.reconciler import Rules
+from kvstore.tiers.s3.reconciler import RetentionRules
 from kvstore.tiers.s3.tier import S3Tier
 
 __all__ = ["Config", "S3Tier", "open"]
@@ -29,20 +36,20 @@ _PREFIX = re.compile(r"([A-Za-z0-9._-]+/)*")
 
 
 def _secret(value: Any) -> SecretStr:
-    """Whatever was given, hidden at once, so that no message can repeat it."""
+    """Wrap any value in SecretStr, so that no message repeats it."""
     return value if isinstance(value, SecretStr) else SecretStr(str(value))
 
 
 def _prefix(value: str) -> str:
     value = value.strip("/") + "/" if value.strip("/") else ""
     if not _PREFIX.fullmatch(value) or len(value) > 512:
-        raise ValueError("a prefix is made of letters, digits and ._-/")
+        raise ValueError("use letters, digits and ._-/ (at most 512)")
     return value
 
 
 def _encryption(value: str) -> str:
     if value not in ENCRYPTIONS:
-        raise ValueError("'', 'AES256' (SSE-S3) or 'aws:kms' is right")
+        raise ValueError("use '', 'AES256' (SSE-S3) or 'aws:kms'")
     return value
 
 
@@ -51,77 +58,82 @@ NO_SECRET: Final = SecretStr("")
 
 
 class Config(Section):
-    """The S3 tier's part of the configuration."""
+    """Configuration of the S3 tier."""
 
     name: str = "s3"
     bucket: str = Field(min_length=3, max_length=255)
-    """An existing bucket."""
+    """Name of an existing bucket."""
     prefix: Annotated[str, AfterValidator(_prefix)] = "kvstore/"
-    """What the names of all objects begin with; nothing else in the bucket is touched."""
+    """Prefix of all object names. The tier does not touch other objects of the bucket."""
     endpoint: str = ""
-    """URL of the service; "": AWS, in `region`."""
+    """URL of the service. "": AWS in `region`."""
     region: str = ""
-    """"": as boto3 finds it, else us-east-1."""
+    """Region of the bucket. "": the default of boto3, else us-east-1."""
     path_style: bool | None = None
-    """The bucket in the path, not in the host's name. Unset: yes with an endpoint, no without."""
+    """Put the bucket into the URL's path instead of its host name. Unset: only if `endpoint` is
+    set."""
     access_key: Secret = NO_SECRET
-    """"": credentials as boto3 finds them (environment, files, roles)."""
+    """Access key ID. "": credentials from boto3's default sources (environment, files, roles)."""
     secret_key: Secret = NO_SECRET
-    """Belongs to `access_key`."""
+    """Secret access key of `access_key`."""
     session_token: Secret = NO_SECRET
-    """Of temporary credentials."""
+    """Session token, for temporary credentials."""
     encryption: Annotated[str, AfterValidator(_encryption)] = ""
-    """Of objects at rest, by the service: AES256 (SSE-S3), aws:kms; "": the bucket's default."""
+    """Server-side encryption of objects: AES256 (SSE-S3) or aws:kms. "": the bucket's default."""
     kms_key: str = ""
-    """Id of the key for aws:kms; "": the account's own."""
+    """ID of the KMS key for aws:kms. "": the account's default key."""
     shards: int = Field(default=16, ge=1, le=MAX_SHARDS)
-    """Names are spread over so many folders: services limit requests per prefix."""
+    """Number of folders over which object names are spread, since services limit requests per
+    prefix."""
     segment: Bytes = Field(default=16 << 20, ge=4096, le=4 << 30)
-    """Most bytes of blocks packed into one object: beyond 16 MiB the first byte's 25-30 ms are
-    lost in the transfer."""
+    """Maximum size of the blocks packed into one object. At 16 MiB the latency of a request
+    (25-30 ms) is small compared with its transfer."""
     uploads: int = Field(default=4, ge=1, le=64)
-    """Objects on their way up at once."""
-    writers: int = Field(default=16, ge=1, le=256)
-    """Blocks that may wait to be packed; each has a thread and a buffer of a slot."""
-    downloads: int = Field(default=16, ge=1, le=256)
-    """Reads in flight; each has a thread and a buffer of a slot."""
+    """Maximum number of concurrent uploads."""
+    writer_threads: int = Field(default=16, ge=1, le=256)
+    """Number of threads that write blocks. Each uses one slot-sized buffer."""
+    reader_threads: int = Field(default=16, ge=1, le=256)
+    """Number of threads that read blocks. Each uses one slot-sized buffer."""
     linger: Milliseconds = Field(default=20.0, ge=0, le=10_000)
-    """How long a block waits for others to share its object."""
-    refresh: Milliseconds = Field(default=30_000.0, ge=50)
-    """Time between two listings: how old the news of other nodes may be."""
-    grace: Milliseconds = Field(default=600_000.0, ge=0)
-    """What was written by another node less than this ago is not collected. Several times the
-    refresh of the slowest node is right."""
+    """Time that a block waits for other blocks to share its object."""
+    list_interval: Milliseconds = Field(default=30_000.0, ge=50)
+    """Time between two listings of the bucket, which find the blocks of other nodes."""
+    gc_grace: Milliseconds = Field(default=600_000.0, ge=0)
+    """Objects of other nodes younger than this are not garbage-collected. Use several times the
+    longest `list_interval` of any node."""
     capacity: Bytes = Field(default=0, ge=0)
-    """Most bytes of all objects under the prefix; 0: no limit."""
+    """Maximum size of all objects under the prefix. 0: no limit."""
     ttl: Milliseconds = Field(default=0.0, ge=0)
-    """Age at which objects are removed; 0: never."""
+    """Age at which objects are deleted. 0: never."""
     timeout: Milliseconds = Field(default=5_000.0, ge=10)
-    """Longest a connection may take to open, or stay without progress; a whole request, four
-    times that."""
+    """Maximum time to open a connection, and maximum time without progress. A whole request may
+    take four times as long."""
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for what can be seen to be wrong without asking the service."""
+    """Raises ConfigError: a value is invalid. Does not connect to the service."""
     if bool(config.access_key.get_secret_value()) != bool(config.secret_key.get_secret_value()):
-        raise ConfigError(f"tier {config.name}: access_key and secret_key come together")
+        raise ConfigError(f"tier {config.name}: set both access_key and secret_key, or neither")
     if config.kms_key and config.encryption != "aws:kms":
         raise ConfigError(f"tier {config.name}: kms_key needs encryption = 'aws:kms'")
     if config.endpoint and not config.endpoint.startswith(("http://", "https://")):
         raise ConfigError(
-            f"tier {config.name}: endpoint = {config.endpoint!r}; "
-            "a URL like 'http://host:port' is right"
+            f"tier {config.name}: endpoint = {config.endpoint!r} is not a URL; "
+            "use one such as 'http://host:port'"
         )
     if 0 < config.capacity < MIN_CAPACITY_BYTES:
-        raise ConfigError(f"tier {config.name}: capacity = {config.capacity}; 0, or 1 MiB and more")
-    if config.grace < config.refresh:
-        raise ConfigError(f"tier {config.name}: grace must be at least refresh")
+        raise ConfigError(
+            f"tier {config.name}: capacity = {config.capacity} is too small; use 0, or at least 1 "
+            "MiB"
+        )
+    if config.gc_grace < config.list_interval:
+        raise ConfigError(f"tier {config.name}: gc_grace must be at least list_interval")
 
 
 def open(config: Config) -> Tier:
-    """Open the tier. The service need not be up: what it holds is then found later.
+    """Open the tier. If the service is unreachable, a later listing finds its blocks.
 
-    Raises ConfigError as `check` does.
+    Raises ConfigError, like `check`.
     """
     check(config)
     headers = {}
@@ -138,15 +150,15 @@ def open(config: Config) -> Tier:
         region=config.region,
         path_style=path_style,
         keys=(access, secret, token),
-        stall_s=config.timeout / 1e3,
-        connections=config.uploads + config.downloads,
+        stall_timeout_s=config.timeout / 1e3,
+        connections=config.uploads + config.reader_threads,
         put_headers=headers,
     )
-    rules = Rules(
+    rules = RetentionRules(
         capacity_bytes=config.capacity,
         ttl_s=config.ttl / 1e3,
-        grace_s=config.grace / 1e3,
-        refresh_s=config.refresh / 1e3,
+        gc_grace_s=config.gc_grace / 1e3,
+        list_interval_s=config.list_interval / 1e3,
     )
     segment_bytes = min(config.segment, config.capacity // 4) if config.capacity else config.segment
     return S3Tier(
@@ -157,7 +169,7 @@ def open(config: Config) -> Tier:
         shards=config.shards,
         segment_bytes=segment_bytes,
         uploads=config.uploads,
-        writers=config.writers,
-        readers=config.downloads,
+        writer_threads=config.writer_threads,
+        reader_threads=config.reader_threads,
         linger_s=config.linger / 1e3,
     )

@@ -1,7 +1,7 @@
-"""The few S3 requests the tier needs: get a range, put, delete, list.
+"""The S3 requests of the tier: get a range, put, delete and list.
 
-boto3 finds the credentials (and renews them), the endpoint and the region's rules; botocore
-signs. The bytes travel over `link`.
+boto3 finds and renews the credentials, and finds the endpoint. botocore signs the requests.
+`http_pool` transfers the bytes.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
 from kvstore.errors import ConfigError, TierError, TierUnavailable
 from kvstore.tiers.s3 import faults
-from kvstore.tiers.s3.http_pool import Link, Reply
+from kvstore.tiers.s3.http_pool import HttpPool, Reply
 
-MAX_PAGES: Final = 10_000
-"""Pages of 1,000 names that one listing may have."""
+MAX_LIST_PAGES: Final = 10_000
+"""Maximum number of pages (of 1,000 names) in one listing."""
 DEFAULT_REGION: Final = "us-east-1"
-"""Signed for where neither the configuration nor boto3's chain names a region."""
+"""Region of signatures if neither the configuration nor boto3 has a region."""
 
 _SIGNED: Final = "UNSIGNED-PAYLOAD"
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """One object of a listing. modified_s: seconds since 1970, by the service's clock."""
+class ListedObject:
+    """One object in a listing. modified_s: seconds since 1970 by the service's clock."""
 
     name: str
     nbytes: int
@@ -47,26 +47,28 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Got:
-    """What a reply says of the object. total_bytes: of the whole object, not of the range."""
+class ObjectData:
+    """The reply to a GET. total_bytes: size of the whole object, not of the range."""
 
     body: bytes
     total_bytes: int
 
 
 class _Signer(S3SigV4Auth):  # type: ignore[misc]
-    """Signs headers only: a frame has its own checksums, and hashing it would cost more CPU than
-    sending it."""
+    """Signs headers only. Frames have checksums already, and hashing the payload would take more
+    CPU than sending it."""
 
     def payload(self, request: AWSRequest) -> str:
         return _SIGNED
 
 
 class Client:
-    """Requests to one bucket. Thread-safe. Nothing is asked for until the first request.
+    """Sends requests to one bucket. Thread-safe. Does not connect before the first request.
 
-    stall_s, connections: see `Link`. put_headers: sent with every put (encryption).
-    Raises ConfigError for what can be seen to be wrong without asking the service.
+    stall_timeout_s: see `HttpPool`. connections: maximum number of idle connections. put_headers:
+    headers of every put (for encryption).
+
+    Raises ConfigError: an argument is invalid.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Client:
         region: str,
         path_style: bool,
         keys: tuple[str, str, str],
-        stall_s: float,
+        stall_timeout_s: float,
         connections: int,
         put_headers: Mapping[str, str],
     ) -> None:
@@ -97,7 +99,7 @@ class Client:
         except (BotoCoreError, ValueError) as error:
             why = " ".join(str(error).split())[:200]
             raise ConfigError(
-                f"the S3 tier's bucket {bucket!r} cannot be asked for: {why}"
+                f"S3 tier: invalid address or credentials for bucket {bucket!r}: {why}"
             ) from None
         self.where = f"bucket {bucket!r} at {url.netloc}"
         self._base = url.path.rstrip("/") + "/"
@@ -105,20 +107,20 @@ class Client:
         self._put_headers = dict(put_headers)
         self._conditional = True
         self._lock = threading.Lock()
-        self._clock: tuple[float, float] | None = None
-        self._counts = dict.fromkeys(("requests", *(f"faults_{kind}" for kind in faults.KINDS)), 0)
-        self.trouble = ""
-        """What was wrong with the last request; empty when nothing was."""
-        self._link = Link(
+        self._service_clock: tuple[float, float] | None = None
+        self._counts = dict.fromkeys(("requests", *(f"errors_{kind}" for kind in faults.KINDS)), 0)
+        self.last_error = ""
+        """Error of the last request; "" if it succeeded."""
+        self._http = HttpPool(
             url.netloc,
             secure=url.scheme == "https",
-            stall_s=stall_s,
-            idle=connections,
+            stall_timeout_s=stall_timeout_s,
+            max_idle=connections,
             ca_file=ca_file or None,
         )
 
     def _base_url(self, bucket: str, endpoint: str, path_style: bool) -> Any:
-        """The URL of the bucket, by botocore's rules for endpoints."""
+        """The URL of the bucket by botocore's endpoint rules."""
         client = self._session.client(
             "s3",
             region_name=self._region,
@@ -146,31 +148,35 @@ class Client:
         last: int,
         into: Sequence[memoryview] = (),
         *,
-        of_bytes: int = 0,
-    ) -> Got:
-        """Bytes `first` to `last` (both included); with `first` None the last `last` bytes.
+        object_bytes: int = 0,
+    ) -> ObjectData:
+        """Get bytes `first` to `last` (inclusive); with `first` None the final `last` bytes.
 
-        into: buffers for exactly these bytes; without, they are in `body`. of_bytes: the length
-        the whole object should have, if known. Raises faults.Missing, faults.Invalid when the
-        object is not as it should be, TierUnavailable, TierError.
+        into: buffers of exactly this length; without them the bytes are in `body`. object_bytes:
+        expected size of the whole object; 0: unknown.
+
+        Raises faults.Missing, faults.Invalid (another object than expected), TierUnavailable,
+        TierError.
         """
         wanted = "bytes=" + (f"-{last}" if first is None else f"{first}-{last}")
-        reply = self._exchange("GET", name, headers={"Range": wanted}, into=into)
+        reply = self._send("GET", name, headers={"Range": wanted}, into=into)
         if reply.status == 416:
-            raise self._counted(faults.Invalid(f"{name} is shorter than was known"))
+            raise self._count_error(faults.Invalid(f"{name} is shorter than expected"))
         if reply.status not in (200, 206):
-            raise self._fault(reply, f"GET {name}")
+            raise self._error_from(reply, f"GET {name}")
         total = reply.nbytes
         if reply.status == 206:
             total = int(reply.headers.get("content-range", "").rpartition("/")[2] or 0)
-        if of_bytes and total != of_bytes:
-            raise self._counted(faults.Invalid(f"{name} is another object than was known"))
+        if object_bytes and total != object_bytes:
+            raise self._count_error(faults.Invalid(f"{name} has another size than expected"))
         if into and reply.body:
-            raise self._counted(faults.Invalid(f"{name} has not the bytes that were asked for"))
-        return Got(reply.body, total)
+            raise self._count_error(
+                faults.Invalid(f"{name}: the reply does not have the requested bytes")
+            )
+        return ObjectData(reply.body, total)
 
-    def put(self, name: str, body: Sequence[memoryview], *, absent: bool) -> None:
-        """Make an object of these views. absent: only if there is none of that name.
+    def put(self, name: str, body: Sequence[memoryview], *, if_absent: bool) -> None:
+        """Create an object from these views. if_absent: only if no object has the name.
 
         Raises faults.Exists, TierUnavailable, TierError.
         """
@@ -179,73 +185,73 @@ class Client:
             "Content-Type": "application/octet-stream",
             **self._put_headers,
         }
-        if absent and self._conditional:
+        if if_absent and self._conditional:
             headers["If-None-Match"] = "*"
-        reply = self._exchange("PUT", name, headers=headers, body=body)
+        reply = self._send("PUT", name, headers=headers, body=body)
         if reply.status == 501 and "If-None-Match" in headers:
-            # The service has no conditional put. A name holds the same keys whoever puts it, so
-            # a second put wastes an upload and harms nothing.
+            # The service has no conditional put. All nodes put the same keys under this name, so
+            # a second put costs an upload and does no harm.
             self._conditional = False
-            self.put(name, body, absent=False)
+            self.put(name, body, if_absent=False)
             return
         if reply.status != 200:
-            raise self._fault(reply, f"PUT {name}")
+            raise self._error_from(reply, f"PUT {name}")
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is no error."""
-        reply = self._exchange("DELETE", name)
+        """Delete an object, if it exists. Raises TierUnavailable, TierError."""
+        reply = self._send("DELETE", name)
         if reply.status not in (200, 202, 204, 404) or b"NoSuchBucket" in reply.body:
-            raise self._fault(reply, f"DELETE {name}")
+            raise self._error_from(reply, f"DELETE {name}")
 
-    def listing(self, prefix: str) -> Iterator[Listed]:
-        """Every object whose name begins with `prefix`, page by page."""
-        for page in self._pages(prefix, ""):
+    def list_objects(self, prefix: str) -> Iterator[ListedObject]:
+        """Yield every object whose name starts with `prefix`."""
+        for page in self._list_pages(prefix, ""):
             for item in page.iter("Contents"):
                 text = {field.tag: field.text or "" for field in item}
-                yield Listed(
+                yield ListedObject(
                     unquote(text["Key"]),
                     int(text["Size"]),
                     text.get("ETag", ""),
-                    _seconds(text.get("LastModified")),
+                    _parse_date_s(text.get("LastModified")),
                 )
 
-    def folders(self, prefix: str) -> list[str]:
-        """The prefixes, one "/" longer, of the objects whose names begin with `prefix`."""
-        pages = self._pages(prefix, "/")
+    def list_folders(self, prefix: str) -> list[str]:
+        """The folders below `prefix`: its extensions up to the next "/"."""
+        pages = self._list_pages(prefix, "/")
         found = (item.findtext("Prefix") for page in pages for item in page.iter("CommonPrefixes"))
         return [unquote(name) for name in found if name]
 
     def now_s(self) -> float:
-        """Seconds since 1970 by the service's clock, as far as it has told."""
+        """Seconds since 1970 by the service's clock; by this machine's before the first reply."""
         with self._lock:
-            if self._clock is None:
+            if self._service_clock is None:
                 return time.time()
-            said_s, heard_s = self._clock
-        return said_s + time.monotonic() - heard_s
+            service_s, received_s = self._service_clock
+        return service_s + time.monotonic() - received_s
 
     def stats(self) -> dict[str, int | float | str]:
-        """Requests, and faults by kind."""
+        """Number of requests, and of errors by kind."""
         with self._lock:
             return dict(self._counts)
 
     def close(self) -> None:
-        self._link.close()
+        self._http.close()
 
-    # ------------------------------------------------------------------ parts of them
+    # ------------------------------------------------------------------ internals
 
-    def _pages(self, prefix: str, delimiter: str) -> Iterator[ElementTree.Element]:
+    def _list_pages(self, prefix: str, delimiter: str) -> Iterator[ElementTree.Element]:
         query = {"list-type": "2", "prefix": prefix, "encoding-type": "url"}
         if delimiter:
             query["delimiter"] = delimiter
-        for _ in range(MAX_PAGES):
-            reply = self._exchange("GET", "", query=query)
+        for _ in range(MAX_LIST_PAGES):
+            reply = self._send("GET", "", query=query)
             if reply.status != 200:
-                raise self._fault(reply, f"listing of {prefix!r}")
+                raise self._error_from(reply, f"listing of {prefix!r}")
             try:
                 page = ElementTree.fromstring(reply.body)
             except ElementTree.ParseError as error:
-                raise self._counted(
-                    faults.Away("server", f"listing of {prefix!r}: unreadable: {error}")
+                raise self._count_error(
+                    faults.Unavailable("server", f"listing of {prefix!r}: invalid XML: {error}")
                 ) from None
             for element in page.iter():
                 element.tag = element.tag.rpartition("}")[2]
@@ -254,9 +260,11 @@ class Client:
             if page.findtext("IsTruncated") != "true" or not token:
                 return
             query["continuation-token"] = token
-        raise self._counted(faults.Refused(f"listing of {prefix!r}: more than {MAX_PAGES} pages"))
+        raise self._count_error(
+            faults.Rejected(f"listing of {prefix!r}: more than {MAX_LIST_PAGES} pages")
+        )
 
-    def _exchange(
+    def _send(
         self,
         method: str,
         name: str,
@@ -266,7 +274,7 @@ class Client:
         body: Sequence[memoryview] = (),
         into: Sequence[memoryview] = (),
     ) -> Reply:
-        """One signed request. Raises TierUnavailable when there is no whole reply."""
+        """Send one signed request. Raises TierUnavailable: no complete reply."""
         target = self._base + name
         if query:
             target += "?" + "&".join(f"{key}={quote(text, safe='')}" for key, text in query.items())
@@ -279,36 +287,36 @@ class Client:
                 raise NoCredentialsError
             _Signer(found.get_frozen_credentials(), "s3", self._region).add_auth(request)
         except (BotoCoreError, ClientError) as error:
-            raise self._counted(faults.from_error(error, f"{method} {name}")) from None
-        signed = {"Host": self._link.host, **dict(request.headers.items())}
+            raise self._count_error(faults.from_error(error, f"{method} {name}")) from None
+        signed = {"Host": self._http.host, **dict(request.headers.items())}
         try:
-            reply = self._link.exchange(method, target, signed, body, into)
-        except faults.Away as error:
-            raise self._counted(error) from error.__cause__
+            reply = self._http.exchange(method, target, signed, body, into)
+        except faults.Unavailable as error:
+            raise self._count_error(error) from error.__cause__
         date = reply.headers.get("date")
         with self._lock:
             if date:
-                self._clock = (_seconds(date), time.monotonic())
+                self._service_clock = (_parse_date_s(date), time.monotonic())
             if reply.status < 400:
-                self.trouble = ""
+                self.last_error = ""
         return reply
 
-    def _fault(self, reply: Reply, what: str) -> Exception:
+    def _error_from(self, reply: Reply, what: str) -> Exception:
         headers = {name.lower(): value for name, value in reply.headers.items()}
-        fault = faults.from_reply(reply.status, reply.body, headers, what)
-        return fault if isinstance(fault, faults.Exists) else self._counted(fault)
+        error = faults.from_reply(reply.status, reply.body, headers, what)
+        return error if isinstance(error, faults.Exists) else self._count_error(error)
 
-    def _counted(self, fault: Any) -> Any:
-        """Count a fault, and keep its text if the tier is to blame and not one object."""
+    def _count_error(self, error: Any) -> Any:
+        """Count an error; record it as `last_error` unless it concerns one object only."""
         with self._lock:
-            self._counts[f"faults_{fault.kind}"] += 1
-            if isinstance(fault, TierUnavailable | TierError):
-                self.trouble = str(fault)
-        return fault
+            self._counts[f"errors_{error.kind}"] += 1
+            if isinstance(error, TierUnavailable | TierError):
+                self.last_error = str(error)
+        return error
 
 
-def _seconds(text: str | None) -> float:
-    """Seconds since 1970 of a date as HTTP or XML write it; now when it is neither."""
+def _parse_date_s(text: str | None) -> float:
+    """Seconds since 1970 of a date in HTTP or XML format; the current time for other text."""
     if not text:
         return time.time()
     try:

@@ -1,8 +1,8 @@
-"""What can go wrong with a request, in the words of the tier contract.
+"""Maps errors of requests to the exceptions of the tier contract.
 
-Everything foreign (sockets, TLS, HTTP, the service's error codes, botocore's) becomes one of a few
-exceptions here, each with a kind that is counted. None of them repeats what the service said in
-prose: some services put keys and signatures there.
+Errors of sockets, TLS, HTTP, botocore and the service become one of a few exceptions. Each has a
+kind, which is counted. No message contains the service's error text, because some services put
+keys and signatures there.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ KINDS: Final = (
     "missing",
     "invalid",
 )
-"""Kinds of fault that are counted. The last two are misses: an object is gone, or is not what it
-should be."""
+"""Kinds of error that are counted. The last two are misses: an object is missing or invalid."""
 
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._-]{1,64})\s*</Code>")
-_SLOW = frozenset({"SlowDown", "RequestLimitExceeded", "Throttling", "TooManyRequests"})
-_CREDENTIALS = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
-_CREDENTIALS |= frozenset({"InvalidToken", "InvalidAccessKeyId", "AuthorizationHeaderMalformed"})
-_BUCKET = frozenset({"NoSuchBucket", "InvalidBucketName", "PermanentRedirect"})
-_BUCKET |= frozenset({"TemporaryRedirect", "AllAccessDisabled"})
-_FULL = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
-_LATER = frozenset({"RequestTimeout", "OperationAborted", "ConditionalRequestConflict"})
+_SLOW_DOWN_CODES = frozenset({"SlowDown", "RequestLimitExceeded", "Throttling", "TooManyRequests"})
+_CREDENTIALS_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
+_CREDENTIALS_CODES |= frozenset(
+    {"InvalidToken", "InvalidAccessKeyId", "AuthorizationHeaderMalformed"}
+)
+_BUCKET_CODES = frozenset({"NoSuchBucket", "InvalidBucketName", "PermanentRedirect"})
+_BUCKET_CODES |= frozenset({"TemporaryRedirect", "AllAccessDisabled"})
+_FULL_CODES = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
+_RETRYABLE_CODES = frozenset({"RequestTimeout", "OperationAborted", "ConditionalRequestConflict"})
 
 
-class Away(TierUnavailable):
-    """The service does not do it now, or not for us; it may again later."""
+class Unavailable(TierUnavailable):
+    """The service fails or rejects this client now. A later request may succeed."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
 
 
-class Refused(TierError):
+class Rejected(TierError):
     """This request can never succeed."""
 
     kind = "request"
@@ -65,61 +66,61 @@ class Full(TierFull):
 
 
 class Missing(Exception):
-    """There is no such object (any more)."""
+    """The object does not exist."""
 
     kind = "missing"
 
 
 class Exists(Exception):
-    """A conditional put met an object of that name."""
+    """A conditional put failed: an object with this name exists."""
 
 
 class Invalid(Exception):
-    """An object that is not what its name says."""
+    """The object does not have the expected contents."""
 
     kind = "invalid"
 
 
 def code_of(body: bytes) -> str:
-    """The error code in a reply's XML; empty when there is none."""
+    """The error code in a reply's XML; "" if it has none."""
     found = _CODE.search(body)
     return found[1].decode() if found else ""
 
 
 def from_reply(
     status: int, body: bytes, headers: Mapping[str, str], what: str
-) -> Away | Full | Refused | Missing | Exists:
-    """The exception for a reply that is no success."""
+) -> Unavailable | Full | Rejected | Missing | Exists:
+    """The exception for an error reply."""
     code = code_of(body) or f"status {status}"
-    if code in _SLOW or status == 429:
-        return Away("slow_down", f"{what}: the service asks for fewer requests ({code})")
-    if code in _FULL or status == 507:
+    if code in _SLOW_DOWN_CODES or status == 429:
+        return Unavailable("slow_down", f"{what}: the service limits the request rate ({code})")
+    if code in _FULL_CODES or status == 507:
         return Full(f"{what}: the service has no room ({code})")
-    if status in (409, 412) and code not in _LATER:
+    if status in (409, 412) and code not in _RETRYABLE_CODES:
         return Exists(code)
-    if code in _BUCKET or status in (301, 307):
+    if code in _BUCKET_CODES or status in (301, 307):
         region = headers.get("x-amz-bucket-region")
-        hint = f"; it is in region {region!r}" if region else "; see bucket, region and endpoint"
-        return Away("bucket", f"{what}: the bucket cannot be had ({code}){hint}")
-    if status in (401, 403) or code in _CREDENTIALS:
-        return Away("credentials", f"{what}: the credentials are refused ({code})")
+        hint = f"the bucket is in region {region!r}" if region else "check bucket, region, endpoint"
+        return Unavailable("bucket", f"{what}: cannot access the bucket ({code}); {hint}")
+    if status in (401, 403) or code in _CREDENTIALS_CODES:
+        return Unavailable("credentials", f"{what}: the service rejects the credentials ({code})")
     if status == 404:
         return Missing(code)
     if status == 503:
-        return Away("slow_down", f"{what}: the service is busy ({code})")
-    if (status >= 500 and status != 501) or code in _LATER:
-        return Away("server", f"{what}: the service failed ({code})")
-    return Refused(f"{what}: the service refuses the request ({code})")
+        return Unavailable("slow_down", f"{what}: the service is busy ({code})")
+    if (status >= 500 and status != 501) or code in _RETRYABLE_CODES:
+        return Unavailable("server", f"{what}: the service failed ({code})")
+    return Rejected(f"{what}: the service rejects the request ({code})")
 
 
-def from_error(error: Exception, what: str) -> Away:
-    """The exception for a request that got no whole reply."""
+def from_error(error: Exception, what: str) -> Unavailable:
+    """The exception for a request without a complete reply."""
     if isinstance(error, TimeoutError):
-        return Away("timeout", f"{what}: no answer in time")
+        return Unavailable("timeout", f"{what}: timeout")
     if isinstance(error, BotoCoreError | ClientError):
-        return Away("credentials", f"{what}: no credentials: {type(error).__name__}")
+        return Unavailable("credentials", f"{what}: no credentials: {type(error).__name__}")
     if isinstance(error, ssl.SSLError):
-        return Away("connect", f"{what}: TLS: {error.reason or error}")
+        return Unavailable("connect", f"{what}: TLS: {error.reason or error}")
     if isinstance(error, ConnectionResetError | BrokenPipeError | http.client.HTTPException):
-        return Away("reset", f"{what}: the connection broke ({type(error).__name__})")
-    return Away("connect", f"{what}: {error}")
+        return Unavailable("reset", f"{what}: connection lost ({type(error).__name__})")
+    return Unavailable("connect", f"{what}: {error}")

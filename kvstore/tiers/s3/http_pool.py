@@ -1,8 +1,8 @@
-"""HTTP to one endpoint: pooled connections, and one exchange at a time on each.
+"""Pooled HTTP connections to one endpoint, with one exchange at a time on each.
 
-boto3's own transport costs two to three times the CPU of this one for 2 MiB reads
-(docs/decisions/0008-s3-tier.md). Here a reply is received straight into the caller's buffers, and a
-request is sent straight out of them.
+Replies are received directly into the caller's buffers, and requests are sent directly from them.
+boto3's transport takes two to three times as much CPU for 2 MiB reads
+(docs/decisions/0008-s3-tier.md).
 """
 
 from __future__ import annotations
@@ -20,41 +20,47 @@ from typing import Final
 from kvstore.tiers.s3 import faults
 
 SEND_BYTES: Final = 1 << 20
-"""Bytes handed to the socket at once: a piece must leave within one stall."""
+"""Bytes of one send. Each send must complete within the stall timeout."""
 MAX_BODY_BYTES: Final = 8 << 20
-"""Largest reply that is taken without a buffer for it: a page of a listing."""
+"""Maximum size of a reply without a caller's buffer, such as a page of a listing."""
 MAX_IDLE_S: Final = 15.0
-"""A connection that was idle longer is not used again; services close theirs after 20 s or more."""
-STALLS: Final = 4
-"""A whole exchange may take this many times as long as one stall."""
+"""Idle time after which a connection is closed; services close theirs after 20 s or more."""
+EXCHANGE_STALLS: Final = 4
+"""Maximum time of a whole exchange, as a multiple of the stall timeout."""
 
 _STALE = (ConnectionError, http.client.BadStatusLine)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole reply. body: empty when it went into the caller's buffers."""
+    """A complete reply. body: empty if the bytes went into the caller's buffers."""
 
     status: int
     headers: Message
     body: bytes
     nbytes: int
-    """Bytes of the body, wherever they went."""
+    """Size of the body, also if it went into the caller's buffers."""
 
 
-class Link:
-    """Connections to `host` (name or name:port). Thread-safe.
+class HttpPool:
+    """A pool of connections to `host` (name or name:port). Thread-safe.
 
-    stall_s: longest a connection may take to open, or may stay without progress.
-    idle: most connections kept open for the next exchange.
+    stall_timeout_s: maximum time to open a connection, and maximum time without progress.
+    max_idle: maximum number of idle connections.
     """
 
     def __init__(
-        self, host: str, *, secure: bool, stall_s: float, idle: int, ca_file: str | None = None
+        self,
+        host: str,
+        *,
+        secure: bool,
+        stall_timeout_s: float,
+        max_idle: int,
+        ca_file: str | None = None,
     ) -> None:
         self.host = host
-        self._stall_s = stall_s
-        self._max_idle = idle
+        self._stall_timeout_s = stall_timeout_s
+        self._max_idle = max_idle
         self._tls = ssl.create_default_context(cafile=ca_file) if secure else None
         self._lock = threading.Lock()
         self._idle: list[tuple[http.client.HTTPConnection, float]] = []
@@ -70,28 +76,28 @@ class Link:
     ) -> Reply:
         """Send a request and receive its reply.
 
-        into: where the body of a 200 or 206 goes, if it is exactly as long as they are together.
-        Raises faults.Away.
+        into: buffers for the body of a 200 or 206 reply. They are used if their total length is the
+        length of the body. Raises faults.Unavailable.
         """
         what = f"{method} {target.partition('?')[0]}"
-        deadline_s = time.monotonic() + STALLS * self._stall_s
-        connection = self._take()
-        fresh = connection is None
+        deadline_s = time.monotonic() + EXCHANGE_STALLS * self._stall_timeout_s
+        connection = self._take_idle()
+        is_new = connection is None
         try:
             while True:
-                connection = connection or self._open()
+                connection = connection or self._connect()
                 try:
-                    response, sock = self._ask(
+                    response, sock = self._send_request(
                         connection, method, target, headers, body, deadline_s
                     )
                     break
                 except _STALE:
                     connection.close()
-                    if fresh:
+                    if is_new:
                         raise
-                    # It was idle, and the service has closed it: no reply, nothing was done.
-                    connection, fresh = None, True
-            return self._receive(connection, response, sock, into, deadline_s, what)
+                    # The service had closed this idle connection and did not process the request.
+                    connection, is_new = None, True
+            return self._read_reply(connection, response, sock, into, deadline_s, what)
         except (OSError, http.client.HTTPException) as error:
             if connection is not None:
                 connection.close()
@@ -102,7 +108,7 @@ class Link:
             raise
 
     def close(self) -> None:
-        """Close idle connections; those in use close when they are done."""
+        """Close idle connections. A connection in use is closed after its exchange."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -111,7 +117,7 @@ class Link:
 
     # ------------------------------------------------------------------ one exchange
 
-    def _ask(
+    def _send_request(
         self,
         connection: http.client.HTTPConnection,
         method: str,
@@ -120,9 +126,9 @@ class Link:
         body: Sequence[memoryview],
         deadline_s: float,
     ) -> tuple[http.client.HTTPResponse, socket.socket]:
-        """Send the request; the reply, its body not yet read, and the socket it comes from."""
+        """Send the request; returns the reply, without its body, and its socket."""
         sock = connection.sock
-        self._limit(sock, deadline_s)
+        self._set_timeout(sock, deadline_s)
         connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
         for name, value in headers.items():
             connection.putheader(name, value)
@@ -130,19 +136,19 @@ class Link:
         try:
             for view in body:
                 for at in range(0, len(view), SEND_BYTES):
-                    self._limit(sock, deadline_s)
+                    self._set_timeout(sock, deadline_s)
                     sock.sendall(view[at : at + SEND_BYTES])
         except (BrokenPipeError, ConnectionResetError):
-            # A service that refuses a body answers before it has read it, and hangs up.
+            # A service that rejects a request replies and closes before it has read the body.
             try:
                 return connection.getresponse(), sock
             except (OSError, http.client.HTTPException):
                 pass
             raise
-        self._limit(sock, deadline_s)
+        self._set_timeout(sock, deadline_s)
         return connection.getresponse(), sock
 
-    def _receive(
+    def _read_reply(
         self,
         connection: http.client.HTTPConnection,
         response: http.client.HTTPResponse,
@@ -155,19 +161,19 @@ class Link:
         wanted = sum(map(len, into))
         if into and response.status in (200, 206) and length == wanted:
             for view in into:
-                self._fill(response, sock, view, deadline_s, what)
+                self._read_exactly(response, sock, view, deadline_s, what)
             response.close()
             body, nbytes = b"", wanted
         else:
-            body = self._small(response, sock, deadline_s, what)
+            body = self._read_small_body(response, sock, deadline_s, what)
             nbytes = len(body)
         if response.will_close or not response.isclosed():
             connection.close()
         else:
-            self._give(connection)
+            self._return_idle(connection)
         return Reply(response.status, response.headers, body, nbytes)
 
-    def _fill(
+    def _read_exactly(
         self,
         response: http.client.HTTPResponse,
         sock: socket.socket,
@@ -175,59 +181,59 @@ class Link:
         deadline_s: float,
         what: str,
     ) -> None:
-        """Receive exactly a view. One receive at a time, so that a slow drip is noticed too."""
+        """Fill a view, with a timeout for each receive to detect a slow transfer."""
         done = 0
         while done < len(view):
-            self._limit(sock, deadline_s)
+            self._set_timeout(sock, deadline_s)
             got = response.fp.readinto1(view[done:])
             if not got:
-                raise faults.Away("truncated", f"{what}: the reply ends early")
+                raise faults.Unavailable("truncated", f"{what}: the reply ends early")
             done += got
 
-    def _small(
+    def _read_small_body(
         self,
         response: http.client.HTTPResponse,
         sock: socket.socket,
         deadline_s: float,
         what: str,
     ) -> bytes:
-        """The body of a reply that has no buffer; the first part of one that is too large."""
-        pieces: list[bytes] = []
+        """Read the body of a reply without a buffer, up to MAX_BODY_BYTES."""
+        parts: list[bytes] = []
         total = 0
         while total < MAX_BODY_BYTES:
-            self._limit(sock, deadline_s)
-            piece = response.read1(1 << 16)
-            if not piece:
+            self._set_timeout(sock, deadline_s)
+            part = response.read1(1 << 16)
+            if not part:
                 break
-            pieces.append(piece)
-            total += len(piece)
+            parts.append(part)
+            total += len(part)
         if response.length and total < MAX_BODY_BYTES:
-            raise faults.Away("truncated", f"{what}: the reply ends early")
+            raise faults.Unavailable("truncated", f"{what}: the reply ends early")
         if response.length == 0:
             response.close()
-        return b"".join(pieces)
+        return b"".join(parts)
 
-    def _limit(self, sock: socket.socket, deadline_s: float) -> None:
-        """Bound the next use of the socket."""
+    def _set_timeout(self, sock: socket.socket, deadline_s: float) -> None:
+        """Set the socket's timeout for its next use. Raises TimeoutError: the deadline is over."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the exchange took too long")
-        sock.settimeout(min(left_s, self._stall_s))
+        sock.settimeout(min(left_s, self._stall_timeout_s))
 
     # ------------------------------------------------------------------ the pool
 
-    def _open(self) -> http.client.HTTPConnection:
+    def _connect(self) -> http.client.HTTPConnection:
         connection: http.client.HTTPConnection
         if self._tls is None:
-            connection = http.client.HTTPConnection(self.host, timeout=self._stall_s)
+            connection = http.client.HTTPConnection(self.host, timeout=self._stall_timeout_s)
         else:
             connection = http.client.HTTPSConnection(
-                self.host, timeout=self._stall_s, context=self._tls
+                self.host, timeout=self._stall_timeout_s, context=self._tls
             )
         connection.connect()
         return connection
 
-    def _take(self) -> http.client.HTTPConnection | None:
+    def _take_idle(self) -> http.client.HTTPConnection | None:
         oldest_s = time.monotonic() - MAX_IDLE_S
         with self._lock:
             while self._idle:
@@ -237,7 +243,7 @@ class Link:
                 connection.close()
         return None
 
-    def _give(self, connection: http.client.HTTPConnection) -> None:
+    def _return_idle(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
             if not self._closed and len(self._idle) < self._max_idle:
                 self._idle.append((connection, time.monotonic()))

@@ -1,9 +1,9 @@
-"""Frames of writers that wait at the same time, grouped into one upload.
+"""Groups the frames of concurrent writers into one upload.
 
-The first writer of a group leads it: it waits `linger_s` for others to join (not when the group is
-full, nor when every writer there can be has come), then for one of `uploads` turns, while the group
-stays open; then it uploads for all of them. Nothing is copied: the frames are the writers' own
-buffers, and a writer returns only when the upload has ended.
+The first writer of a group leads it. It waits up to `linger_s` for others to join, but not if the
+group is full or all writers have joined. Then it waits until fewer than `uploads` uploads run; the
+group stays open meanwhile. Then it uploads the whole group. Frames are not copied: the upload reads
+the writers' buffers, and a writer returns when the upload has ended.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ from typing import Final
 
 from kvstore.blocks.key import Key
 from kvstore.errors import TierError, TierFull, TierUnavailable
-from kvstore.tiers.base import PAGE_BYTES
+from kvstore.tiers.base import IO_ALIGNMENT
 
 MAX_BLOCKS: Final = 4096
-"""Most blocks in one group."""
+"""Maximum number of blocks in one group."""
 
 
 @dataclass(eq=False)
 class Group:
-    """Frames that travel together. closed: nobody joins any more. error: why it failed."""
+    """Frames of one upload. closed: no more frames join. error: of the failed upload."""
 
     keys: list[Key] = field(default_factory=list)
     views: list[memoryview] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
+    sectors: list[int] = field(default_factory=list)
     nbytes: int = 0
     closed: bool = False
     ended: bool = False
     error: BaseException | None = None
 
     def add(self, key: Key, header: memoryview, payload: memoryview) -> None:
-        """One more frame."""
+        """Add a frame."""
         self.keys.append(key)
-        self.views += [header[:PAGE_BYTES], payload]
-        self.pages.append(1 + len(payload) // PAGE_BYTES)
-        self.nbytes += PAGE_BYTES + len(payload)
+        self.views += [header[:IO_ALIGNMENT], payload]
+        self.sectors.append(1 + len(payload) // IO_ALIGNMENT)
+        self.nbytes += IO_ALIGNMENT + len(payload)
 
 
 class Packer:
-    """Groups writers; thread-safe.
+    """Groups writers. Thread-safe.
 
-    upload: puts a whole group, and returns when its blocks are readable; bounded in time by
-    itself. writers: how many may come at once; with all of them here nobody is waited for.
+    upload: uploads a group, and returns when its blocks are readable; it must end within a bounded
+    time. uploads: maximum number of concurrent uploads. writers: number of writer threads; a group
+    that all of them have joined does not wait.
     """
 
     def __init__(
@@ -64,37 +65,40 @@ class Packer:
         self._linger_s = linger_s
         self._changed = threading.Condition()
         self._open: Group | None = None
-        self._inside = 0
+        self._writers_inside = 0
         self._uploading = 0
         self._counts = {"groups": 0, "grouped_blocks": 0}
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
-        """Return when the frame is uploaded. Raises what its group's upload raised."""
+        """Upload a frame with its group. Raises the error of the group's upload."""
         with self._changed:
-            self._inside += 1
+            self._writers_inside += 1
             group, leads = self._join(key, header, payload)
         try:
             if leads:
                 self._lead(group)
             else:
                 with self._changed:
-                    # Not bounded here: the frame's buffer is in use until the upload ends, and
-                    # that is bounded by its leader.
+                    # No timeout: the upload uses the frame's buffer until it ends, and the
+                    # leader's requests have timeouts.
                     self._changed.wait_for(lambda: group.ended)
         finally:
             with self._changed:
-                self._inside -= 1
+                self._writers_inside -= 1
         if group.error is not None:
-            _raise_again(group.error)
+            _reraise(group.error)
 
     def stats(self) -> dict[str, int | float | str]:
-        """Groups uploaded and blocks in them."""
+        """Number of uploaded groups, and of blocks in them."""
         with self._changed:
             return dict(self._counts)
 
     def _join(self, key: Key, header: memoryview, payload: memoryview) -> tuple[Group, bool]:
-        """The group that takes the frame, and whether its writer leads it; the lock is held."""
-        group, frame_bytes = self._open, PAGE_BYTES + len(payload)
+        """Add the frame to a group; returns the group and whether this writer leads it.
+
+        The caller owns the lock.
+        """
+        group, frame_bytes = self._open, IO_ALIGNMENT + len(payload)
         if group is not None and group.nbytes + frame_bytes > self._group_bytes:
             self._close(group)
             group = None
@@ -104,7 +108,7 @@ class Packer:
         group.add(key, header, payload)
         if group.nbytes >= self._group_bytes or len(group.keys) >= MAX_BLOCKS:
             self._close(group)
-        if self._inside >= self._writers:
+        if self._writers_inside >= self._writers:
             self._changed.notify_all()
         return group, leads
 
@@ -117,7 +121,7 @@ class Packer:
     def _lead(self, group: Group) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: group.closed or self._inside >= self._writers, self._linger_s
+                lambda: group.closed or self._writers_inside >= self._writers, self._linger_s
             )
             self._changed.wait_for(lambda: self._uploading < self._uploads)
             self._uploading += 1
@@ -135,8 +139,8 @@ class Packer:
                 self._changed.notify_all()
 
 
-def _raise_again(error: BaseException) -> None:
-    """Raise the fault of a group in one of its writers: each gets an exception of its own."""
+def _reraise(error: BaseException) -> None:
+    """Raise the group's error in one of its writers, as a separate exception object."""
     for kind in (TierUnavailable, TierFull, TierError):
         if isinstance(error, kind):
             raise kind(str(error)) from error

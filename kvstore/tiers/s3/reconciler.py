@@ -1,9 +1,11 @@
-"""The tier's own thread: what other nodes have done is learnt, what is of no use is removed.
+"""The thread that reconciles the index with the bucket and collects garbage.
 
-Every `refresh_s` it lists the bucket's objects of ours. A segment that is new is opened by its
-footer; one that is gone is forgotten; a new grave's blocks too. Then it collects. Nodes do not talk
-to each other: each rule of collection looks only at what every node can see, so two collectors do
-the same or do no harm (docs/decisions/0008-s3-tier.md has the argument).
+Every `list_interval_s` it lists the tier's objects in the bucket. It reads the footers of new
+segments, untracks missing segments, and applies new tombstones. Then it deletes useless segments.
+
+Nodes do not communicate. Each rule of the garbage collection depends only on facts that every node
+can see. Concurrent collectors therefore delete the same objects, or do no harm
+(docs/decisions/0008-s3-tier.md has the argument).
 """
 
 from __future__ import annotations
@@ -17,100 +19,106 @@ from typing import Final
 
 from kvstore.blocks.key import Key
 from kvstore.errors import TierError, TierFull
-from kvstore.tiers.s3.client import Listed
+from kvstore.tiers.s3.client import ListedObject
 from kvstore.tiers.s3.faults import Invalid, Missing
-from kvstore.tiers.s3.objects import Listing, Objects
-from kvstore.tiers.s3.segment_index import MAX_SEGMENTS, Catalog, Segment
+from kvstore.tiers.s3.objects import BucketListing, Objects
+from kvstore.tiers.s3.segment_index import MAX_SEGMENTS, Segment, SegmentIndex
 
 log = logging.getLogger(__name__)
 
 JITTER: Final = 0.2
-"""Part by which the time between two rounds varies, so that nodes do not collect in step."""
+"""Random fraction of the list interval, so that nodes do not collect at the same time."""
 STOP_WAIT_S: Final = 5.0
-"""Longest `stop` waits for a round under way."""
+"""Maximum wait of `stop` for a running round."""
 
 
 @dataclass(frozen=True)
-class Rules:
-    """How long segments are kept. capacity_bytes, ttl_s: 0 for no limit."""
+class RetentionRules:
+    """Rules for keeping segments. capacity_bytes, ttl_s: 0 for no limit."""
 
     capacity_bytes: int
     ttl_s: float
-    grace_s: float
-    refresh_s: float
+    gc_grace_s: float
+    list_interval_s: float
 
     @property
-    def adopt_s(self) -> float:
-        """Age up to which another node's segment keeps our blocks as well as one of our own: half
-        the grace period, or of its life, so that what is adopted stays for the other half at
-        least. 0 with a capacity: its owner may remove it at any age to make room, and nobody can
-        tell him not to.
+    def accept_peer_s(self) -> float:
+        """Maximum age in seconds of another node's segment that is accepted for the same blocks.
+
+        It is half of the grace period, or of the TTL if that is shorter. An accepted segment then
+        stays for at least the other half. With a capacity it is 0: the owner may delete its segment
+        at any age to make room, because nodes do not communicate.
         """
-        kept_s = min(self.grace_s, self.ttl_s) if self.ttl_s else self.grace_s
-        return 0.0 if self.capacity_bytes else kept_s / 2
+        lifetime_s = min(self.gc_grace_s, self.ttl_s) if self.ttl_s else self.gc_grace_s
+        return 0.0 if self.capacity_bytes else lifetime_s / 2
 
 
-class Keeper:
-    """Keeps a `Catalog` in step with the bucket, and the bucket within the rules. Thread-safe.
+class Reconciler:
+    """Reconciles a `SegmentIndex` with the bucket, and keeps the bucket within the rules.
 
-    lock: the tier's; guards the catalog and everything here, and is never held across a request.
+    Thread-safe. lock: the tier's lock. It guards the index and this object. No thread owns it
+    during a request.
     """
 
     def __init__(
-        self, catalog: Catalog, objects: Objects, lock: threading.Condition, rules: Rules
+        self,
+        index: SegmentIndex,
+        objects: Objects,
+        lock: threading.Condition,
+        rules: RetentionRules,
     ) -> None:
-        self._catalog = catalog
+        self._index = index
         self._objects = objects
         self._lock = lock
         self._rules = rules
         self._reserved_bytes = 0
-        self._doomed: dict[str, Segment] = {}
-        """Forgotten, and perhaps not yet removed from the bucket."""
-        self._removed: set[str] = set()
-        """Names removed since this round began: its listing may still show them."""
-        self._bad: dict[str, str] = {}
-        """Names of objects that are no segments, with their ETags: not read again each round."""
-        self._fresh = threading.Event()
+        self._pending_deletes: dict[str, Segment] = {}
+        """Untracked segments that may still be in the bucket."""
+        self._recently_removed: set[str] = set()
+        """Names removed since this round began. Its listing may still contain them."""
+        self._invalid: dict[str, str] = {}
+        """ETags of invalid objects by name. They are not read again in each round."""
+        self._first_round = threading.Event()
         self._stopping = threading.Event()
         self._counts = dict.fromkeys(
-            ("evictions", "expired", "duplicates", "vanished", "bad_segments", "refreshes"), 0
+            ("evictions", "expired", "duplicates", "vanished", "corrupt_segments", "listings"), 0
         )
-        self._turn = threading.Lock()
-        """One round, or `clear`, at a time."""
-        self._thread = threading.Thread(target=self._run, name="kvstore-s3-keeper", daemon=True)
+        self._round_lock = threading.Lock()
+        """Serializes rounds and `clear`."""
+        self._thread = threading.Thread(target=self._run, name="kvstore-s3-reconciler", daemon=True)
 
     def start(self, wait_s: float) -> bool:
-        """Begin, and wait for the end of the first round; whether it has ended in time."""
+        """Start the thread; returns whether the first round ended within `wait_s` seconds."""
         self._thread.start()
-        return self._fresh.wait(wait_s)
+        return self._first_round.wait(wait_s)
 
-    def halt(self) -> None:
-        """Begin no other round, and end the one under way where it can."""
+    def request_stop(self) -> None:
+        """Start no more rounds, and end a running round as soon as possible."""
         self._stopping.set()
 
     def stop(self, wait_s: float = STOP_WAIT_S) -> bool:
-        """End the thread; False when it hangs in a request for longer than `wait_s`."""
-        self.halt()
+        """Stop the thread; returns False if a request hangs for longer than `wait_s`."""
+        self.request_stop()
         if self._thread.is_alive():
             self._thread.join(wait_s)
         return not self._thread.is_alive()
 
     def stats(self) -> dict[str, int | float | str]:
-        """Counters; the lock is held."""
+        """Statistics. The caller owns the lock."""
         return {
             **self._counts,
-            "segments": len(self._catalog.segments),
-            "doomed": len(self._doomed),
-            "bytes_used": self._catalog.used_bytes + self._doomed_bytes(),
+            "segments": len(self._index.segments),
+            "segments_pending_delete": len(self._pending_deletes),
+            "bytes_used": self._index.used_bytes + self._pending_delete_bytes(),
             "bytes_capacity": self._rules.capacity_bytes,
         }
 
     # ------------------------------------------------------------------ room
 
     def reserve(self, nbytes: int) -> None:
-        """Make room for a segment, by removing others if need be.
+        """Reserve room for a segment, deleting others if necessary.
 
-        Raises TierFull when there is none to be made, TierUnavailable, TierError.
+        Raises TierFull (no room can be made), TierUnavailable, TierError.
         """
         victims: list[Segment] = []
         with self._lock:
@@ -118,263 +126,279 @@ class Keeper:
                 victims = self._make_room(nbytes)
             self._reserved_bytes += nbytes
         try:
-            self.remove(victims)
+            self.delete(victims)
         except BaseException:
             self.release(nbytes)
             raise
 
     def release(self, nbytes: int) -> None:
-        """The room is used, or not needed."""
+        """End a reservation: the room is used, or not needed."""
         with self._lock:
             self._reserved_bytes -= nbytes
 
     def _make_room(self, nbytes: int) -> list[Segment]:
-        """Forget the coldest segments until `nbytes` more fit; the lock is held."""
-        room = self._rules.capacity_bytes - self._reserved_bytes - self._doomed_bytes() - nbytes
+        """Untrack LRU segments until `nbytes` more fit. The caller owns the lock."""
+        room = (
+            self._rules.capacity_bytes
+            - self._reserved_bytes
+            - self._pending_delete_bytes()
+            - nbytes
+        )
         victims: list[Segment] = []
-        used = self._catalog.used_bytes
-        for segment in self._catalog.coldest():
+        used = self._index.used_bytes
+        for segment in self._index.lru_order():
             if used <= room:
                 break
-            if segment.own or self._settled(segment):
+            if segment.own or self._is_past_grace(segment):
                 victims.append(segment)
                 used -= segment.nbytes
         if used > room:
-            raise TierFull("every segment is too young to be removed, and there is no more room")
+            raise TierFull("the tier is full, and all segments are younger than gc_grace")
         for segment in victims:
-            self._counts["evictions"] += self.forget(segment)
+            self._counts["evictions"] += self.untrack(segment)
         return victims
 
-    def _doomed_bytes(self) -> int:
-        return sum(segment.nbytes for segment in self._doomed.values())
+    def _pending_delete_bytes(self) -> int:
+        return sum(segment.nbytes for segment in self._pending_deletes.values())
 
-    def _settled(self, segment: Segment) -> bool:
-        """Whether nobody was told less than the grace period ago that his blocks are in it."""
+    def _is_past_grace(self, segment: Segment) -> bool:
+        """Whether the segment is older than the grace period, so no node relies on it any more."""
         age_s = self._objects.client.now_s() - segment.modified_s
-        return age_s > self._rules.grace_s
+        return age_s > self._rules.gc_grace_s
 
     def is_expired(self, segment: Segment) -> bool:
-        """Whether its time is over."""
+        """Whether the segment is older than the TTL."""
         ttl_s = self._rules.ttl_s
         return bool(ttl_s) and self._objects.client.now_s() - segment.modified_s > ttl_s
 
     def find(self, key: Key) -> tuple[Segment, int, int] | None:
-        """Segment, first page and pages of a block; an expired one is none; the lock is held.
+        """(segment, sector, sectors) of a block that has not expired. The caller owns the lock.
 
-        A segment that is found to be expired is forgotten, or it would hide a copy written since.
+        An expired segment is untracked, because it would hide a newer copy of the block.
         """
-        while (found := self._catalog.find(key)) is not None and self.is_expired(found[0]):
-            self._counts["expired"] += self.forget(found[0])
+        while (found := self._index.find(key)) is not None and self.is_expired(found[0]):
+            self._counts["expired"] += self.untrack(found[0])
         return found
 
-    # ------------------------------------------------------------------ forgetting and removing
+    # ------------------------------------------------------------------ tracking and deleting
 
-    def usable(self, name: str) -> bool:
-        """Whether a new segment may have this name: no removal of it is under way."""
+    def is_usable(self, name: str) -> bool:
+        """Whether a new segment may use this name: no deletion of that name is pending."""
         with self._lock:
-            return name not in self._doomed
+            return name not in self._pending_deletes
 
     def register(self, segment: Segment) -> None:
-        """A segment is in the bucket: let readers see it; the lock is held."""
-        known = self._catalog.segments.get(segment.name)
-        if known is not None:
-            if known.identity == segment.identity:
+        """Make a segment in the bucket visible to readers. The caller owns the lock."""
+        tracked = self._index.segments.get(segment.name)
+        if tracked is not None:
+            if tracked.identity == segment.identity:
                 return
-            self._catalog.drop(known)
-        self._removed.discard(segment.name)
-        if len(self._catalog.segments) >= MAX_SEGMENTS:
-            raise TierFull(f"there are {MAX_SEGMENTS} segments, the most that can be known")
-        self._catalog.add(segment)
+            self._index.remove_segment(tracked)
+        self._recently_removed.discard(segment.name)
+        if len(self._index.segments) >= MAX_SEGMENTS:
+            raise TierFull(f"the tier has {MAX_SEGMENTS} segments, the maximum")
+        self._index.add_segment(segment)
 
-    def forget(self, segment: Segment, *, doom: bool = True) -> int:
-        """Readers see it no more; how many keys are lost; the lock is held.
+    def untrack(self, segment: Segment, *, delete: bool = True) -> int:
+        """Hide a segment from readers; returns the number of lost keys. The caller owns the lock.
 
-        doom: it will be removed from the bucket; False: it is no longer there.
+        delete: delete it from the bucket in the next round. False: it is not in the bucket.
         """
-        lost = self._catalog.drop(segment)
-        self._removed.add(segment.name)
-        if doom:
-            self._doomed[segment.name] = segment
+        lost = self._index.remove_segment(segment)
+        self._recently_removed.add(segment.name)
+        if delete:
+            self._pending_deletes[segment.name] = segment
         return lost
 
-    def lose(self, segment: Segment) -> None:
-        """A reader found that it is not there any more; the lock is held."""
-        self._counts["vanished"] += self.forget(segment, doom=False)
+    def on_missing(self, segment: Segment) -> None:
+        """Untrack a segment that a reader found missing. The caller owns the lock."""
+        self._counts["vanished"] += self.untrack(segment, delete=False)
 
-    def remove(self, segments: Iterable[Segment]) -> None:
-        """Remove doomed segments from the bucket. Raises TierUnavailable, TierError; those that
-        are left are tried again in the next round."""
-        for _ in self._objects.each(self._remove, list(segments)):
+    def delete(self, segments: Iterable[Segment]) -> None:
+        """Delete untracked segments from the bucket. The next round retries those that fail.
+
+        Raises TierUnavailable, TierError.
+        """
+        for _ in self._objects.map_concurrently(self._delete_one, list(segments)):
             pass
 
-    def _remove(self, segment: Segment) -> None:
-        self._objects.remove(segment)
+    def _delete_one(self, segment: Segment) -> None:
+        self._objects.delete_segment(segment)
         with self._lock:
-            self._removed.add(segment.name)
-            if self._doomed.get(segment.name) is segment:
-                del self._doomed[segment.name]
+            self._recently_removed.add(segment.name)
+            if self._pending_deletes.get(segment.name) is segment:
+                del self._pending_deletes[segment.name]
 
-    def write_grave(self, segment: Segment) -> None:
-        """Make the deletions in a segment outlive this process. Raises TierUnavailable."""
+    def write_tombstone(self, segment: Segment) -> None:
+        """Record the deletions in a segment in the bucket. Raises TierUnavailable."""
         with self._lock:
-            # At one moment: of graves that come later, this one does not hold every page.
-            dead, older = set(segment.dead), set(segment.graves)
-        name = self._objects.bury(segment, dead, older)
+            # Copy both under one lock: this tombstone may lack sectors of later tombstones.
+            deleted, older = set(segment.deleted_sectors), set(segment.tombstones)
+        name = self._objects.write_tombstone(segment, deleted, older)
         with self._lock:
-            segment.graves = (segment.graves - older) | {name}
-            segment.dirty = segment.dead != dead
+            segment.tombstones = (segment.tombstones - older) | {name}
+            segment.tombstone_pending = segment.deleted_sectors != deleted
 
     def clear(self) -> None:
-        """Forget and remove everything of ours. Raises TierUnavailable, TierError."""
-        with self._turn:
+        """Delete all objects of the tier. Raises TierUnavailable, TierError."""
+        with self._round_lock:
             with self._lock:
-                for segment in list(self._catalog.segments.values()):
-                    self.forget(segment)
+                for segment in list(self._index.segments.values()):
+                    self.untrack(segment)
             self._objects.clear()
             with self._lock:
-                self._doomed.clear()
-                self._bad.clear()
+                self._pending_deletes.clear()
+                self._invalid.clear()
 
     # ------------------------------------------------------------------ rounds
 
     def _run(self) -> None:
-        troubled = False
+        failing = False
         while not self._stopping.is_set():
             try:
-                self.refresh()
-                troubled = False
+                self.reconcile()
+                failing = False
             except TierError as error:
-                level = logging.DEBUG if troubled else logging.WARNING
-                troubled = True
+                level = logging.DEBUG if failing else logging.WARNING
+                failing = True
                 log.log(level, "%s: %s", self._objects.client.where, error)
             except Exception:
-                log.exception("%s: a round failed", self._objects.client.where)
-            self._fresh.set()
+                log.exception("%s: internal error in reconciliation", self._objects.client.where)
+            self._first_round.set()
             spread = 1 + JITTER * (2 * random.random() - 1)
-            self._stopping.wait(self._rules.refresh_s * spread)
+            self._stopping.wait(self._rules.list_interval_s * spread)
 
-    def refresh(self) -> None:
-        """One round: learn, then collect. Raises TierUnavailable, TierError."""
-        with self._turn:
+    def reconcile(self) -> None:
+        """Update the index, then collect garbage. Raises TierUnavailable, TierError."""
+        with self._round_lock:
             with self._lock:
-                known_until = self._catalog.serial
-                self._removed.clear()
-            listing = self._objects.listing()
-            self._compare(listing, known_until)
-            self._learn_graves(listing)
-            self._learn_segments(listing)
-            self._collect(listing)
+                last_serial = self._index.serial
+                self._recently_removed.clear()
+            listing = self._objects.list_bucket()
+            self._untrack_missing(listing, last_serial)
+            self._apply_new_tombstones(listing)
+            self._open_new_segments(listing)
+            self._collect_garbage(listing)
             with self._lock:
-                self._counts["refreshes"] += 1
+                self._counts["listings"] += 1
 
-    def _compare(self, listing: Listing, known_until: int) -> None:
-        """Forget what the listing shows no more, or shows to be another object."""
+    def _untrack_missing(self, listing: BucketListing, last_serial: int) -> None:
+        """Untrack segments that are missing in the listing, or replaced by another object."""
         with self._lock:
-            for segment in list(self._catalog.segments.values()):
+            for segment in list(self._index.segments.values()):
                 listed = listing.segments.get(segment.name)
                 if listed is None:
-                    if segment.serial <= known_until:
-                        self._counts["vanished"] += self.forget(segment, doom=False)
+                    if segment.serial <= last_serial:
+                        self._counts["vanished"] += self.untrack(segment, delete=False)
                 elif listed.nbytes != segment.nbytes or segment.etag not in ("", listed.etag):
-                    self._counts["vanished"] += self.forget(segment, doom=False)
-                    self._removed.discard(segment.name)
+                    self._counts["vanished"] += self.untrack(segment, delete=False)
+                    self._recently_removed.discard(segment.name)
                 else:
                     segment.etag, segment.modified_s = listed.etag, listed.modified_s
-                    graves = listing.graves.get(segment.name, [])
-                    segment.graves &= {item.name for item in graves}
-            self._bad = {name: etag for name, etag in self._bad.items() if name in listing.segments}
+                    tombstones = listing.tombstones.get(segment.name, [])
+                    segment.tombstones &= {item.name for item in tombstones}
+            self._invalid = {
+                name: etag for name, etag in self._invalid.items() if name in listing.segments
+            }
 
-    def _learn_graves(self, listing: Listing) -> None:
-        """Deletions by others in segments that are known."""
+    def _apply_new_tombstones(self, listing: BucketListing) -> None:
+        """Apply other nodes' tombstones to tracked segments."""
         with self._lock:
-            fresh = [
-                (self._catalog.segments[name], item)
-                for name, items in listing.graves.items()
+            unread = [
+                (self._index.segments[name], item)
+                for name, items in listing.tombstones.items()
                 for item in items
-                if name in self._catalog.segments
-                and item.name not in self._catalog.segments[name].graves
+                if name in self._index.segments
+                and item.name not in self._index.segments[name].tombstones
             ]
-        for segment, item in fresh:
-            pages = self._dug(item, segment)
+        for segment, item in unread:
+            sectors = self._read_tombstone(item, segment)
             with self._lock:
-                if self._catalog.segments.get(segment.name) is segment:
-                    self._catalog.bury(segment, pages)
-                    segment.graves.add(item.name)
+                if self._index.segments.get(segment.name) is segment:
+                    self._index.apply_tombstone(segment, sectors)
+                    segment.tombstones.add(item.name)
 
-    def _learn_segments(self, listing: Listing) -> None:
-        """Open every listed segment that is not known."""
+    def _open_new_segments(self, listing: BucketListing) -> None:
+        """Read the footer of every listed segment that is not tracked."""
         with self._lock:
-            fresh = [
+            unknown = [
                 item
                 for name, item in listing.segments.items()
-                if name not in self._catalog.segments
-                and name not in self._doomed
-                and name not in self._removed
-                and self._bad.get(name) != item.etag
+                if name not in self._index.segments
+                and name not in self._pending_deletes
+                and name not in self._recently_removed
+                and self._invalid.get(name) != item.etag
             ]
-        fresh.sort(key=lambda item: item.modified_s)
-        for item, segment in zip(fresh, self._objects.each(self._open, fresh), strict=True):
+        unknown.sort(key=lambda item: item.modified_s)
+        for item, segment in zip(
+            unknown, self._objects.map_concurrently(self._open_segment, unknown), strict=True
+        ):
             if self._stopping.is_set():
                 return
             if segment is None:
                 continue
-            for grave in listing.graves.get(item.name, []):
-                segment.dead |= self._dug(grave, segment)
-                segment.graves.add(grave.name)
+            for tombstone in listing.tombstones.get(item.name, []):
+                segment.deleted_sectors |= self._read_tombstone(tombstone, segment)
+                segment.tombstones.add(tombstone.name)
             with self._lock:
-                if not (item.name in self._doomed or item.name in self._removed):
+                if not (item.name in self._pending_deletes or item.name in self._recently_removed):
                     self.register(segment)
 
-    def _open(self, listed: Listed) -> Segment | None:
-        """A segment by its footer; None when it is none, or is gone."""
+    def _open_segment(self, listed: ListedObject) -> Segment | None:
+        """Read a segment's footer; returns None if the object is invalid or missing."""
         try:
-            return self._objects.open(listed)
+            return self._objects.open_segment(listed)
         except Missing:
             return None
-        except Invalid as fault:
-            log.warning("%s is no segment of ours: %s", listed.name, fault)
+        except Invalid as error:
+            log.warning("%s: not a valid segment: %s", listed.name, error)
             with self._lock:
-                self._bad[listed.name] = listed.etag
-                self._counts["bad_segments"] += 1
+                self._invalid[listed.name] = listed.etag
+                self._counts["corrupt_segments"] += 1
             return None
 
-    def _dug(self, grave: Listed, segment: Segment) -> set[int]:
+    def _read_tombstone(self, tombstone: ListedObject, segment: Segment) -> set[int]:
         try:
-            return self._objects.dug(grave, segment.identity)
+            return self._objects.read_tombstone(tombstone, segment.identity)
         except Missing:
             return set()
-        except Invalid as fault:
-            log.warning("%s is no grave of ours: %s", grave.name, fault)
+        except Invalid as error:
+            log.warning("%s: not a valid tombstone: %s", tombstone.name, error)
             return set()
 
     # ------------------------------------------------------------------ collection
 
-    def _collect(self, listing: Listing) -> None:
-        """Remove what is of no use, and try again what failed before."""
-        self.remove(self._useless())
+    def _collect_garbage(self, listing: BucketListing) -> None:
+        """Delete useless objects, and retry writes of tombstones that failed."""
+        self.delete(self._untrack_garbage())
         with self._lock:
-            dirty = [each for each in self._catalog.segments.values() if each.dirty]
-        for segment in dirty:
-            self.write_grave(segment)
-        oldest_s = self._objects.client.now_s() - self._rules.grace_s
-        for name, graves in listing.graves.items():
+            pending = [each for each in self._index.segments.values() if each.tombstone_pending]
+        for segment in pending:
+            self.write_tombstone(segment)
+        oldest_s = self._objects.client.now_s() - self._rules.gc_grace_s
+        for name, tombstones in listing.tombstones.items():
             if name not in listing.segments:
-                for item in graves:
+                for item in tombstones:
                     if item.modified_s < oldest_s:
                         self._objects.client.delete(item.name)
 
-    def _useless(self) -> list[Segment]:
-        """Forget segments that are expired, all dead, all duplicates, or too many."""
+    def _untrack_garbage(self) -> list[Segment]:
+        """Untrack segments that are expired, completely deleted, duplicates, or over the capacity.
+
+        Returns all segments to delete from the bucket.
+        """
         with self._lock:
-            for segment in list(self._catalog.segments.values()):
+            for segment in list(self._index.segments.values()):
                 if self.is_expired(segment):
-                    self._counts["expired"] += self.forget(segment)
-                elif segment.wins == 0 and (segment.all_dead or self._settled(segment)):
-                    self._counts["duplicates"] += not segment.all_dead
-                    self.forget(segment)
+                    self._counts["expired"] += self.untrack(segment)
+                elif segment.primary_count == 0 and (
+                    segment.all_deleted or self._is_past_grace(segment)
+                ):
+                    self._counts["duplicates"] += not segment.all_deleted
+                    self.untrack(segment)
             if self._rules.capacity_bytes:
                 try:
                     self._make_room(0)
                 except TierFull as error:
                     log.info("%s: %s", self._objects.client.where, error)
-            return list(self._doomed.values())
+            return list(self._pending_deletes.values())

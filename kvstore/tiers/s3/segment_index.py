@@ -1,10 +1,10 @@
-"""What this node knows of the segments: where each block lies, and which segments are of no use.
+"""The segments that this node knows, and the location of each block in them.
 
-Not thread-safe: the tier's lock guards it. It does no I/O and knows no clock.
+Not thread-safe: the tier's lock guards it. It does no I/O and uses no clock.
 
-A key may lie in several segments, when two nodes packed it at the same time. Then every node takes
-it from the segment whose name is the smallest, so that all agree which copies are the duplicates:
-two collectors never delete both.
+A key is in several segments if two nodes packed it at the same time. Every node then reads the
+*primary* copy, which is in the segment with the smallest name. All nodes agree on it, so two
+collectors never delete both copies.
 """
 
 from __future__ import annotations
@@ -14,42 +14,43 @@ from collections.abc import Collection, Iterator
 from typing import Final
 
 from kvstore.blocks.key import Key
-from kvstore.tiers.base import PAGE_BYTES
+from kvstore.tiers.base import IO_ALIGNMENT
 from kvstore.tiers.disk.index import Index
 from kvstore.tiers.s3.layout import Footer
 
-_PAGES_BITS: Final = 19
-_PAGE_BITS: Final = 21
-MAX_FRAME_PAGES: Final = (1 << _PAGES_BITS) - 1
-"""Largest frame a place can name: 2 GiB."""
-MAX_SEGMENT_PAGES: Final = 5 << 18
-"""Pages of the largest segment: 5 GiB, the largest object that one put makes."""
+_LENGTH_BITS: Final = 19
+_SECTOR_BITS: Final = 21
+MAX_FRAME_SECTORS: Final = (1 << _LENGTH_BITS) - 1
+"""Maximum frame in a location: 2 GiB."""
+MAX_SEGMENT_SECTORS: Final = 5 << 18
+"""Maximum segment: 5 GiB, the largest object of one put."""
 MAX_SEGMENTS: Final = 1 << 20
-"""Most segments known at once; a place must fit in 63 bits."""
+"""Maximum number of tracked segments, because a location must fit into 63 bits."""
 
 
 class Segment:
-    """One object, and what is known of it.
+    """One segment in the bucket and its state.
 
-    modified_s: its age, by the service's clock. own: this process put it. wins: blocks that are
-    read from it. dead: pages of deleted blocks. graves: names of the objects that say so; `dirty`
-    while none says all of it.
+    modified_s: time of the upload by the service's clock, in seconds since 1970. own: this process
+    uploaded it. primary_count: number of blocks whose primary copy is in it. deleted_sectors: first
+    sectors of deleted blocks. tombstones: names of its tombstones. tombstone_pending: no tombstone
+    lists all deleted sectors yet.
     """
 
     __slots__ = (
-        "dead",
-        "dirty",
+        "deleted_sectors",
         "entries",
         "etag",
-        "graves",
         "identity",
         "modified_s",
         "name",
         "nbytes",
         "own",
+        "primary_count",
+        "segment_no",
         "serial",
-        "slot",
-        "wins",
+        "tombstone_pending",
+        "tombstones",
     )
 
     def __init__(
@@ -62,176 +63,182 @@ class Segment:
         self.etag = etag
         self.modified_s = modified_s
         self.own = own
-        self.dead: set[int] = set()
-        self.graves: set[str] = set()
-        self.dirty = False
-        self.slot = -1
+        self.deleted_sectors: set[int] = set()
+        self.tombstones: set[str] = set()
+        self.tombstone_pending = False
+        self.segment_no = -1
         self.serial = 0
-        self.wins = 0
+        self.primary_count = 0
 
     @property
-    def all_dead(self) -> bool:
-        """Whether every block in it was deleted."""
-        return len(self.dead) == len(self.entries)
+    def all_deleted(self) -> bool:
+        """Whether all blocks in the segment are deleted."""
+        return len(self.deleted_sectors) == len(self.entries)
 
 
-class Catalog:
-    """Keys, the segments they lie in, and the order in which segments were used."""
+class SegmentIndex:
+    """Maps keys to segments, and records the order in which segments were used."""
 
     def __init__(self) -> None:
         self.index = Index()
         self.segments: dict[str, Segment] = {}
         self.used_bytes = 0
         self.serial = 0
-        """Grows with each segment added: tells what was known before a listing began."""
-        self._slots: list[Segment | None] = []
-        self._free: list[int] = []
-        self._order: OrderedDict[Segment, None] = OrderedDict()
+        """Number of segments added so far. It tells which segments are older than a listing."""
+        self._segments_by_no: list[Segment | None] = []
+        self._free_numbers: list[int] = []
+        self._lru: OrderedDict[Segment, None] = OrderedDict()
         self._copies: dict[Key, list[int]] = {}
-        """The other places of keys that lie in several segments."""
+        """Locations of the other copies of keys that are in several segments."""
 
     def find(self, key: Key) -> tuple[Segment, int, int] | None:
-        """Segment, first page and pages of a block."""
-        place = self.index.get(key)
-        return self._at(place) if place else None
+        """(segment, sector, sectors) of a block's primary copy."""
+        location = self.index.get(key)
+        return self._unpack_location(location) if location else None
 
     def touch(self, segment: Segment) -> None:
-        """It was used."""
-        if segment in self._order:
-            self._order.move_to_end(segment)
+        """Record a use of the segment."""
+        if segment in self._lru:
+            self._lru.move_to_end(segment)
 
-    def coldest(self) -> Iterator[Segment]:
-        """All segments, least recently used first; nothing changes meanwhile."""
-        return iter(self._order)
+    def lru_order(self) -> Iterator[Segment]:
+        """All segments, least recently used first. The index must not change meanwhile."""
+        return iter(self._lru)
 
-    def hottest(self) -> list[Segment]:
+    def mru_order(self) -> list[Segment]:
         """All segments, most recently used first."""
-        return list(reversed(self._order))
+        return list(reversed(self._lru))
 
-    def blocks(self, segment: Segment) -> list[tuple[Key, int]]:
-        """Keys that are read from a segment, and bytes of their frames; none if it is gone."""
-        if segment not in self._order:
+    def blocks_of(self, segment: Segment) -> list[tuple[Key, int]]:
+        """Keys whose primary copy is in a segment, with the sizes of their frames in bytes.
+
+        Empty if the segment was removed.
+        """
+        if segment not in self._lru:
             return []
         return [
-            (key, pages * PAGE_BYTES)
-            for key, page, pages in segment.entries
-            if self.index.get(key) == _place(segment.slot, page, pages)
+            (key, sectors * IO_ALIGNMENT)
+            for key, sector, sectors in segment.entries
+            if self.index.get(key) == _pack_location(segment.segment_no, sector, sectors)
         ]
 
-    def add(self, segment: Segment) -> None:
-        """A segment is there; its `dead` is set. Its name is not known yet."""
+    def add_segment(self, segment: Segment) -> None:
+        """Add a segment with its `deleted_sectors`. The index has no segment of that name."""
         assert segment.name not in self.segments, "added twice"
-        assert len(self.segments) < MAX_SEGMENTS, "more segments than places can name"
-        if self._free:
-            segment.slot = self._free.pop()
-            self._slots[segment.slot] = segment
+        assert len(self.segments) < MAX_SEGMENTS, "too many segments"
+        if self._free_numbers:
+            segment.segment_no = self._free_numbers.pop()
+            self._segments_by_no[segment.segment_no] = segment
         else:
-            segment.slot = len(self._slots)
-            self._slots.append(segment)
+            segment.segment_no = len(self._segments_by_no)
+            self._segments_by_no.append(segment)
         self.serial += 1
         segment.serial = self.serial
         self.segments[segment.name] = segment
-        self._order[segment] = None
+        self._lru[segment] = None
         self.used_bytes += segment.nbytes
-        for key, page, pages in segment.entries:
-            if page not in segment.dead:
-                self._put(key, _place(segment.slot, page, pages), segment)
+        for key, sector, sectors in segment.entries:
+            if sector not in segment.deleted_sectors:
+                self._put(key, _pack_location(segment.segment_no, sector, sectors), segment)
 
-    def drop(self, segment: Segment) -> int:
-        """A segment is gone, or will be; how many keys are held no more."""
+    def remove_segment(self, segment: Segment) -> int:
+        """Remove a segment; returns the number of keys without another copy."""
         assert self.segments.pop(segment.name) is segment
         lost = 0
-        for key, page, pages in segment.entries:
-            if page not in segment.dead:
-                lost += self._remove(key, _place(segment.slot, page, pages))
-        assert segment.wins == 0, "a block is still read from a dropped segment"
-        del self._order[segment]
-        self._slots[segment.slot] = None
-        self._free.append(segment.slot)
+        for key, sector, sectors in segment.entries:
+            if sector not in segment.deleted_sectors:
+                lost += self._remove(key, _pack_location(segment.segment_no, sector, sectors))
+        assert segment.primary_count == 0, "a block is still read from a dropped segment"
+        del self._lru[segment]
+        self._segments_by_no[segment.segment_no] = None
+        self._free_numbers.append(segment.segment_no)
         self.used_bytes -= segment.nbytes
         return lost
 
-    def kill(self, key: Key) -> list[Segment]:
-        """A key is deleted; the segments that hold a copy of it."""
-        place = self.index.get(key)
-        if not place:
+    def mark_deleted(self, key: Key) -> list[Segment]:
+        """Delete a key; returns the segments that have a copy of it."""
+        location = self.index.get(key)
+        if not location:
             return []
         segments = []
-        for each in [place, *self._copies.get(key, ())]:
-            segment, page, _ = self._at(each)
-            segment.dead.add(page)
-            segment.dirty = True
+        for each in [location, *self._copies.get(key, ())]:
+            segment, sector, _ = self._unpack_location(each)
+            segment.deleted_sectors.add(sector)
+            segment.tombstone_pending = True
             segments.append(segment)
             self._remove(key, each)
         return segments
 
-    def bury(self, segment: Segment, pages: Collection[int]) -> None:
-        """Somebody has deleted the blocks at these pages of a known segment."""
-        fresh = set(pages) - segment.dead
-        if not fresh:
+    def apply_tombstone(self, segment: Segment, sectors: Collection[int]) -> None:
+        """Delete the blocks at these sectors of a tracked segment."""
+        new = set(sectors) - segment.deleted_sectors
+        if not new:
             return
-        for key, page, length in segment.entries:
-            if page in fresh:
-                segment.dead.add(page)
-                self._remove(key, _place(segment.slot, page, length))
+        for key, sector, length in segment.entries:
+            if sector in new:
+                segment.deleted_sectors.add(sector)
+                self._remove(key, _pack_location(segment.segment_no, sector, length))
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Assert every invariant; for tests."""
-        wins = 0
+        total = 0
         for segment in self.segments.values():
-            live = [row for row in segment.entries if row[1] not in segment.dead]
-            places = {key: _place(segment.slot, page, pages) for key, page, pages in live}
-            won = [key for key, place in places.items() if self.index.get(key) == place]
-            assert len(won) == segment.wins, "blocks that are counted elsewhere"
-            wins += segment.wins
-            for key, place in places.items():
-                winner = self._at(self.index.get(key))[0]
-                assert winner.name <= segment.name, "a copy comes before its winner"
-                assert winner is segment or place in self._copies[key], "a copy is not known"
-        assert wins == len(self.index), "a block in no segment"
-        assert all(self.index.get(key) for key in self._copies), "a copy without a winner"
+            live = [row for row in segment.entries if row[1] not in segment.deleted_sectors]
+            locations = {
+                key: _pack_location(segment.segment_no, sector, sectors)
+                for key, sector, sectors in live
+            }
+            won = [key for key, location in locations.items() if self.index.get(key) == location]
+            assert len(won) == segment.primary_count, "wrong count of primary copies"
+            total += segment.primary_count
+            for key, location in locations.items():
+                primary = self._unpack_location(self.index.get(key))[0]
+                assert primary.name <= segment.name, "a copy precedes the primary"
+                assert primary is segment or location in self._copies[key], "an untracked copy"
+        assert total == len(self.index), "a block in no segment"
+        assert all(self.index.get(key) for key in self._copies), "a copy without a primary"
         assert self.used_bytes == sum(segment.nbytes for segment in self.segments.values())
-        assert set(self._order) == set(self.segments.values())
+        assert set(self._lru) == set(self.segments.values())
 
-    def _put(self, key: Key, place: int, segment: Segment) -> None:
-        held = self.index.get(key)
-        if held and self._at(held)[0].name < segment.name:
-            self._copies.setdefault(key, []).append(place)
+    def _put(self, key: Key, location: int, segment: Segment) -> None:
+        current = self.index.get(key)
+        if current and self._unpack_location(current)[0].name < segment.name:
+            self._copies.setdefault(key, []).append(location)
             return
-        if held:
-            self._copies.setdefault(key, []).append(held)
-            self._at(held)[0].wins -= 1
-        self.index.put(key, place)
-        segment.wins += 1
+        if current:
+            self._copies.setdefault(key, []).append(current)
+            self._unpack_location(current)[0].primary_count -= 1
+        self.index.put(key, location)
+        segment.primary_count += 1
 
-    def _remove(self, key: Key, place: int) -> int:
-        """Forget one place of a key; 1 if it was the last one."""
+    def _remove(self, key: Key, location: int) -> int:
+        """Remove one location of a key; returns 1 if it was the last one."""
         copies = self._copies.get(key, [])
-        if self.index.get(key) != place:
-            if place in copies:
-                copies.remove(place)
+        if self.index.get(key) != location:
+            if location in copies:
+                copies.remove(location)
                 if not copies:
                     del self._copies[key]
             return 0
-        self._at(place)[0].wins -= 1
-        self.index.remove(key, place)
+        self._unpack_location(location)[0].primary_count -= 1
+        self.index.remove(key, location)
         if not copies:
             return 1
-        best = min(copies, key=lambda each: self._at(each)[0].name)
+        best = min(copies, key=lambda each: self._unpack_location(each)[0].name)
         copies.remove(best)
         if not copies:
             del self._copies[key]
         self.index.put(key, best)
-        self._at(best)[0].wins += 1
+        self._unpack_location(best)[0].primary_count += 1
         return 0
 
-    def _at(self, place: int) -> tuple[Segment, int, int]:
-        rest = place >> _PAGES_BITS
-        segment = self._slots[rest >> _PAGE_BITS]
-        assert segment is not None, "a place in a segment that is gone"
-        return segment, rest & ((1 << _PAGE_BITS) - 1), place & MAX_FRAME_PAGES
+    def _unpack_location(self, location: int) -> tuple[Segment, int, int]:
+        rest = location >> _LENGTH_BITS
+        segment = self._segments_by_no[rest >> _SECTOR_BITS]
+        assert segment is not None, "location in a removed segment"
+        return segment, rest & ((1 << _SECTOR_BITS) - 1), location & MAX_FRAME_SECTORS
 
 
-def _place(slot: int, page: int, pages: int) -> int:
-    """One number for `pages` pages from `page` on, in the segment in that slot; never 0."""
-    return ((slot << _PAGE_BITS) | page) << _PAGES_BITS | pages
+def _pack_location(segment_no: int, sector: int, sectors: int) -> int:
+    """The location of a frame as one integer, never 0."""
+    return ((segment_no << _SECTOR_BITS) | sector) << _LENGTH_BITS | sectors

@@ -1,4 +1,4 @@
-"""Logs: read in every form, counted as a plain count does, and their causes found."""
+"""Logs: every form is read, reuse equals a plain count, and causes are found."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.analysis.diagnose.compare import overlap
-from kvstore.analysis.diagnose.log import LogDoctor
-from kvstore.analysis.diagnose.prompts import Prompt, tokenised
+from kvstore.analysis.diagnose.log import LogAnalyzer
+from kvstore.analysis.diagnose.prompts import Prompt, clean_tokens
 from kvstore.analysis.diagnose.read import Reader
 from kvstore.engine.tokenizer import byte_tokenizer
 from kvstore.errors import ConfigError
@@ -28,34 +28,34 @@ def ids_of(prompt: Prompt) -> list[int]:
     return list(prompt.ids)
 
 
-def doctor_of(*prompts: Prompt, block_tokens: int = 16) -> LogDoctor:
-    doctor = LogDoctor(block_tokens)
+def analyzer_of(*prompts: Prompt, block_tokens: int = 16) -> LogAnalyzer:
+    analyzer = LogAnalyzer(block_tokens)
     for prompt in prompts:
-        doctor.add(prompt)
-    return doctor
+        analyzer.add(prompt)
+    return analyzer
 
 
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), max_size=12),
     st.integers(1, 4),
 )
-def test_what_is_reusable_is_what_a_set_of_prefixes_counts(
+def test_reusable_tokens_equal_a_count_with_a_set_of_prefixes(
     log: list[list[int]], block: int
 ) -> None:
-    held: set[tuple[int, ...]] = set()
+    cached: set[tuple[int, ...]] = set()
     expected = 0
     for ids in log:
         most = (len(ids) - 1) // block
         run = 0
-        while run < most and tuple(ids[: (run + 1) * block]) in held:
+        while run < most and tuple(ids[: (run + 1) * block]) in cached:
             run += 1
         expected += run * block
-        held.update(tuple(ids[:end]) for end in range(len(ids) + 1))
-    doctor = doctor_of(
-        *(Prompt("", (), *tokenised(ids, range(len(ids)))) for ids in log), block_tokens=block
+        cached.update(tuple(ids[:end]) for end in range(len(ids) + 1))
+    analyzer = analyzer_of(
+        *(Prompt("", (), *clean_tokens(ids, range(len(ids)))) for ids in log), block_tokens=block
     )
-    assert doctor.reusable == expected
-    assert doctor.tokens == sum(map(len, log))
+    assert analyzer.reusable == expected
+    assert analyzer.tokens == sum(map(len, log))
 
 
 def test_a_timestamp_in_front_of_all_is_the_cause() -> None:
@@ -67,36 +67,36 @@ def test_a_timestamp_in_front_of_all_is_the_cause() -> None:
         )
         for minute in range(1, 11)
     ]
-    doctor = doctor_of(*prompts)
-    [cause] = doctor.worst_first()
+    analyzer = analyzer_of(*prompts)
+    [cause] = analyzer.worst_first()
     assert (cause.kind, cause.requests) == ("timestamp", 9)
     assert cause.tokens > 0.8 * 9 * prompts[0].tokens
-    assert doctor.lost + doctor.reusable <= doctor.tokens
-    # Ten requests in nine minutes are 1,600 a day.
-    assert doctor.per_day(cause.tokens) == pytest.approx(cause.tokens / 10 * 1600)
-    assert doctor.per_day(100, 50.0) == 500.0
+    assert analyzer.lost + analyzer.reusable <= analyzer.tokens
+    # Ten requests in nine minutes are 1,600 per day.
+    assert analyzer.per_day(cause.tokens) == pytest.approx(cause.tokens / 10 * 1600)
+    assert analyzer.per_day(100, 50.0) == 500.0
 
 
-def test_new_text_is_no_loss_and_neither_is_a_conversation() -> None:
+def test_new_text_and_a_conversation_lose_nothing() -> None:
     turns = [f"user: {'question ' * 8}{n}\nassistant: {'answer ' * 20}{n}\n" for n in range(5)]
     talk = [Prompt(SYSTEM + "".join(turns[:n])) for n in range(1, 6)]
     other = Prompt("Entirely different from all that was said before, and said only once.")
-    doctor = doctor_of(*talk, other)
-    assert doctor.causes == {}
-    assert doctor.reusable > 0
+    analyzer = analyzer_of(*talk, other)
+    assert analyzer.causes == {}
+    assert analyzer.reusable > 0
 
 
-def test_only_a_full_log_of_times_says_something_about_a_day() -> None:
-    assert doctor_of(Prompt("x" * 100, at_s=0.0), Prompt("x" * 100)).per_day(10) is None
-    assert doctor_of(Prompt("x" * 100, at_s=0.0), Prompt("x" * 100, at_s=1.0)).per_day(10) is None
+def test_figures_per_day_need_times_in_the_whole_log() -> None:
+    assert analyzer_of(Prompt("x" * 100, at_s=0.0), Prompt("x" * 100)).per_day(10) is None
+    assert analyzer_of(Prompt("x" * 100, at_s=0.0), Prompt("x" * 100, at_s=1.0)).per_day(10) is None
 
 
-def test_salts_keep_requests_apart() -> None:
-    a, b = (Prompt(SYSTEM, apart=(("cache_salt", salt),)) for salt in "ab")
-    doctor = doctor_of(a, b)
-    assert doctor.reusable == 0
-    [cause] = doctor.worst_first()
-    assert cause.kind == "apart"
+def test_salts_isolate_requests() -> None:
+    a, b = (Prompt(SYSTEM, isolation=(("cache_salt", salt),)) for salt in "ab")
+    analyzer = analyzer_of(a, b)
+    assert analyzer.reusable == 0
+    [cause] = analyzer.worst_first()
+    assert cause.kind == "isolated"
 
 
 # ---- reading ----
@@ -142,9 +142,9 @@ def test_prompts_of_a_completions_call() -> None:
 def test_token_ids_without_a_tokenizer_are_compared_by_content() -> None:
     middle = [(37 * n) % 1000 for n in range(200)]
     rows = [[1, *middle], [2, 3, *middle], [4, 5, 6, *middle]]
-    doctor = doctor_of(*(Reader().request({"tokens": row}, "")[0] for row in rows))
-    assert doctor.reusable == 0
-    assert doctor.lost > 2 * 150
+    analyzer = analyzer_of(*(Reader().request({"tokens": row}, "")[0] for row in rows))
+    assert analyzer.reusable == 0
+    assert analyzer.lost > 2 * 150
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_times(time: Any, seconds: float) -> None:
     assert prompt.at_s == seconds
 
 
-def test_what_the_server_said() -> None:
+def test_token_counts_reported_by_the_server() -> None:
     usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
     for row in (
         {"usage": usage},
@@ -164,9 +164,9 @@ def test_what_the_server_said() -> None:
         {"response": {"body": {"usage": usage}}},
     ):
         [prompt] = Reader().request({"prompt": "x", **row}, "")
-        assert (prompt.told_tokens, prompt.cached_tokens) == (9, 4)
-    [untold] = Reader().request({"prompt": "x", "usage": {}}, "")
-    assert untold.cached_tokens is None
+        assert (prompt.prompt_tokens, prompt.cached_tokens) == (9, 4)
+    [unreported] = Reader().request({"prompt": "x", "usage": {}}, "")
+    assert unreported.cached_tokens is None
 
 
 def test_an_argument_is_a_file_a_request_or_text(tmp_path: Path) -> None:
@@ -179,35 +179,35 @@ def test_an_argument_is_a_file_a_request_or_text(tmp_path: Path) -> None:
     assert reader.argument(str(request)).text.startswith("system: Be kind.")
     assert reader.argument("what is / was this?").text == "what is / was this?"
     assert reader.argument("x" * 5000).tokens == 1250
-    for wrong in (str(two), str(tmp_path / "none")):
-        with pytest.raises(ConfigError, match="is right"):
+    for wrong, words in ((str(two), "exactly one prompt"), (str(tmp_path / "none"), "not found")):
+        with pytest.raises(ConfigError, match=words):
             reader.argument(wrong)
 
 
 @pytest.mark.parametrize(
     "line", ["{", "[1]", '{"a": 1}', '{"prompt": 7}', '{"messages": 5}', '{"tokens": [-1]}']
 )
-def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path) -> None:
+def test_an_invalid_line_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
     file.write_text(json.dumps({"prompt": "fine"}) + "\n\n" + line + "\n")
     with pytest.raises(ConfigError, match="line 3"):
         list(Reader().log(file))
 
 
-def test_what_another_prompt_spares_is_not_lost() -> None:
-    """The long text was in one prompt, the beginning in another: what is lost is the difference."""
+def test_tokens_of_another_prompt_are_not_lost() -> None:
+    """One prompt had the long text, another the beginning: the difference is lost."""
     front = "".join(f"Rule {n} of the house is to be kept by everyone.\n" for n in range(10))
     rest = "".join(f"Passage {n} tells what happened on that day.\n" for n in range(40))
     elsewhere, neighbour = Prompt("Another beginning.\n" + rest), Prompt(front + "And an end.\n")
     prompt = Prompt(front + rest)
-    doctor = LogDoctor()
+    analyzer = LogAnalyzer()
     for each in (elsewhere, neighbour, prompt):
-        doctor.add(each)
-    assert doctor.reusable > 0
-    assert doctor.lost == overlap(elsewhere, prompt).lost - doctor.reusable
+        analyzer.add(each)
+    assert analyzer.reusable > 0
+    assert analyzer.lost == overlap(elsewhere, prompt).lost - analyzer.reusable
 
 
-def test_a_file_that_is_missing_is_no_prompt() -> None:
-    with pytest.raises(ConfigError, match=r"no file 'missing\.json'"):
+def test_a_missing_file_is_an_error_and_not_a_prompt() -> None:
+    with pytest.raises(ConfigError, match=r"file 'missing\.json' not found"):
         Reader().argument("missing.json")
     assert Reader().argument("see missing.json").text == "see missing.json"

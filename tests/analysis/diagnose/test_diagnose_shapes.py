@@ -1,4 +1,4 @@
-"""The same content in another form: each form by example, and by texts made up."""
+"""The same content in another form: each form by example, and by generated texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvstore.analysis.diagnose.compare import compare
-from kvstore.analysis.diagnose.content import Held, pieces, shared_after
+from kvstore.analysis.diagnose.content import TextIndex, pieces, shared_after
 from kvstore.analysis.diagnose.prompts import Prompt, common_length
 from kvstore.analysis.diagnose.shapes import cut, inserted, reordered, replaced, rerendered
 
@@ -28,7 +28,7 @@ ASK = "\n\nWhat do they say?"
 
 
 def kind(a: str, b: str) -> str:
-    return compare(Prompt(a), Prompt(b)).verdict.kind
+    return compare(Prompt(a), Prompt(b)).diagnosis.kind
 
 
 @given(st.permutations(range(6)), st.permutations(range(6)))
@@ -37,7 +37,7 @@ def test_documents_in_another_order_are_reordered(first: list[int], second: list
     a, b = (HEAD + "\n\n".join(DOCUMENTS[n] for n in order) + ASK for order in (first, second))
     assert kind(a, b) == "reordered"
     char = common_length(a, b)
-    assert shared_after(Held.of(a), Held.of(b), char) > 0
+    assert shared_after(TextIndex.of(a), TextIndex.of(b), char) > 0
 
 
 @given(st.sets(st.integers(0, 600), min_size=2, max_size=9), st.randoms(use_true_random=False))
@@ -49,8 +49,8 @@ def test_a_list_in_another_order_is_reordered(chosen: set[int], draw: random.Ran
     assert kind(a, b) == "reordered"
 
 
-def test_another_order_or_a_gap_may_begin_with_a_number_or_a_date() -> None:
-    """The first letters that differ are a number's or a date's by chance."""
+def test_reordered_and_cut_text_can_start_with_a_number_or_a_date() -> None:
+    """The first different letters are part of a number or a date by chance."""
     sections = [f"{n + 1}. of 2026-01-0{n + 1}: {sentence(n)}" for n in range(4)]
     a, b = ("\n".join([HEAD, *order, ASK]) for order in (sections, sections[::-1]))
     assert kind(a, b) == "reordered"
@@ -135,7 +135,7 @@ def test_text_in_front_is_inserted(seed: int) -> None:
     assert kind(a, front + a) == "inserted"
 
 
-def test_neither_cut_nor_inserted_where_nothing_goes_on() -> None:
+def test_neither_cut_nor_inserted_without_a_continuation() -> None:
     a, b = sentence(1) + sentence(2), sentence(1) + sentence(3)
     char = common_length(a, b)
     assert (cut(a, b, char), inserted(a, b, char)) == (None, None)
@@ -149,14 +149,14 @@ def test_another_document_in_front_of_the_same_one_is_replaced(order: list[int])
     found = replaced(a, b, char)
     assert found is not None
     assert repr(last.partition("\n")[0])[:-1] in found.looks
-    assert kind(a, b) in ("replaced", "value")  # where both differ in little, it is a value
+    assert kind(a, b) in ("replaced", "value")  # A small difference is a value.
     assert replaced(first, other, common_length(first, other)) is None
 
 
 @given(st.text(max_size=300), st.text(max_size=300), st.text(max_size=300))
-def test_any_two_texts_get_a_verdict(front: str, first: str, second: str) -> None:
+def test_any_two_texts_get_a_diagnosis(front: str, first: str, second: str) -> None:
     seen = compare(Prompt(front + first), Prompt(front + second), 4)
-    assert seen.verdict.kind
+    assert seen.diagnosis.kind
     assert seen.char >= len(front)
     assert seen.reused % 4 == 0
     assert seen.reused <= seen.shared
@@ -164,10 +164,10 @@ def test_any_two_texts_get_a_verdict(front: str, first: str, second: str) -> Non
 
 
 @given(st.text(max_size=400))
-def test_pieces_lie_in_the_text_in_order(text: str) -> None:
+def test_pieces_are_in_the_text_in_order(text: str) -> None:
     at = 0
     for piece in pieces(text):
         at = text.index(piece, at) + len(piece)
-    held = Held.of(text)
-    assert [hash(piece) for piece in pieces(text)] == list(held.hashes)
-    assert shared_after(held, held, 0) == sum(map(len, pieces(text)))
+    index = TextIndex.of(text)
+    assert [hash(piece) for piece in pieces(text)] == list(index.hashes)
+    assert shared_after(index, index, 0) == sum(map(len, pieces(text)))

@@ -1,4 +1,4 @@
-"""Values that change: what counts as a time, an id, a number; and that nothing else does."""
+"""Changed values: what counts as a time, an id or a number, and what does not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def at(a: str, b: str) -> int:
 
 def kind(first: str, second: str, before: str = "You are a helper. ") -> str:
     a, b = (before + part + REST for part in (first, second))
-    return compare(Prompt(a), Prompt(b)).verdict.kind
+    return compare(Prompt(a), Prompt(b)).diagnosis.kind
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -101,7 +101,7 @@ def test_by_example(first: str, second: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("classify", [timestamp, identifier, counter])
-def test_words_are_no_values(classify) -> None:  # type: ignore[no-untyped-def]
+def test_words_are_not_values(classify) -> None:  # type: ignore[no-untyped-def]
     a, b = "Tell me about the cat", "Tell me about the dog"
     assert classify(a + REST, b + REST, at(a, b)) is None
 
@@ -123,7 +123,7 @@ def test_the_same_text_going_on_is_found(gap_a: str, gap_b: str) -> None:
     assert found == (len(gap_a), len(gap_b))
 
 
-def test_values_that_begin_in_different_places_are_not_one_value() -> None:
-    """A date from "Monday" on, and a time of day behind it: neither became the other."""
+def test_values_at_different_positions_are_not_one_value() -> None:
+    """One text has a date from "Monday" on, the other a time of day after it."""
     a, b = "It is Monday 3 May." + REST, "It is Monday 3:45." + REST
     assert timestamp(a, b, at(a, b)) is None

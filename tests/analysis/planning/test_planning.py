@@ -1,4 +1,4 @@
-"""What a model's config says of its KV and weights, and what a plan makes of it."""
+"""KV and weights computed from a model's config, and the plans made from them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def spans(config: dict[str, Any]) -> tuple[int, int, int]:
         ),
     ],
 )
-def test_layers_that_look_back_only_so_far(
+def test_layers_with_a_sliding_window(
     config: dict[str, Any], expected: tuple[int, int, int]
 ) -> None:
     assert spans(config) == expected
@@ -156,7 +156,7 @@ def write_trace(path: Path) -> str:
 
 def test_what_a_trace_would_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write_trace(tmp_path / "trace.jsonl")
-    options = ["--trace", trace, "--ram", "8GiB", "--disk", "64GiB", "--gpu-hour", "3.6"]
+    options = ["--trace", trace, "--l2", "8GiB", "--l3", "64GiB", "--gpu-hour", "3.6"]
     report = plan(tmp_path, capsys, *options)
     expected = report["expected"]
     # All but the first on each prompt hit 20 of 21 blocks.
@@ -183,8 +183,8 @@ def test_what_a_trace_would_save(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert least < max(row["bytes_written"] for row in good)
     (chosen,) = (row for row in policies["writes"] if row["policy"] == policies["write"])
     assert chosen["bytes_written"] == least
-    assert {policies["eviction"], policies["write"], policies["prefetch"]} <= {
-        row["policy"] for kind in ("evictions", "writes", "prefetches") for row in policies[kind]
+    assert {policies["eviction"], policies["write"], policies["load_policy"]} <= {
+        row["policy"] for kind in ("evictions", "writes", "load_policies") for row in policies[kind]
     }
     assert main(["plan", str(tmp_path), *options, "--gpu-memory", "80GiB"]) == 0
     assert "left for cached prefixes" in capsys.readouterr().out
@@ -194,8 +194,8 @@ def test_what_is_saved_net_of_what_the_tiers_cost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = write_trace(tmp_path / "trace.jsonl")
-    options = ["--trace", trace, "--ram", "8GiB", "--disk", "64GiB", "--gpu-hour", "3.6"]
-    prices = ["--ram-gb-month", "2", "--disk-gb-month", "0.1"]
+    options = ["--trace", trace, "--l2", "8GiB", "--l3", "64GiB", "--gpu-hour", "3.6"]
+    prices = ["--l2-gb-month", "2", "--l3-gb-month", "0.1"]
     expected = plan(tmp_path, capsys, *options, *prices)["expected"]
     month = 2 * (8 << 30) / 1e9 + 0.1 * (64 << 30) / 1e9
     assert expected["usd_tiers_per_month"] == pytest.approx(month)
@@ -205,36 +205,36 @@ def test_what_is_saved_net_of_what_the_tiers_cost(
     net = expected["usd_saved_per_million_tokens"] - cost
     assert expected["usd_net_per_million_tokens"] == pytest.approx(net)
     assert main(["plan", str(tmp_path), *options, *prices]) == 0
-    assert f"${month:.2f} a month" in capsys.readouterr().out
+    assert f"${month:.2f} per month" in capsys.readouterr().out
 
 
 def test_where_tiers_are_too_slow_it_says_never(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = write_trace(tmp_path / "trace.jsonl")
-    slow = ["--l2-speed", "1MB", "--l3-speed", "1MB"]
-    report = plan(tmp_path, capsys, "--trace", trace, "--ram", "8GiB", *slow)
-    assert report["policies"]["prefetch"] == "never"
-    report = plan(tmp_path, capsys, "--trace", trace, "--ram", "8GiB")
-    assert report["policies"]["prefetch"] != "never"
+    slow = ["--l2-bandwidth", "1MB", "--l3-bandwidth", "1MB"]
+    report = plan(tmp_path, capsys, "--trace", trace, "--l2", "8GiB", *slow)
+    assert report["policies"]["load_policy"] == "never"
+    report = plan(tmp_path, capsys, "--trace", trace, "--l2", "8GiB")
+    assert report["policies"]["load_policy"] != "never"
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--traffic", "speed=3"], "unknown 'speed'"),
-        (["--traffic", "rate=0"], "rate above 0"),
-        (["--traffic", "turns=x"], "turns is 'x'"),
-        (["--traffic", "rate=1", "--trace", "x"], "give one"),
+        (["--traffic", "speed=3"], "unknown name 'speed'"),
+        (["--traffic", "rate=0"], "rate must be above 0"),
+        (["--traffic", "turns=x"], "turns must be a number (got 'x')"),
+        (["--traffic", "rate=1", "--trace", "x"], "not both"),
         (["--gpu-memory", "80GX"], "80GX"),
         (["--engines", "0"], "--engines"),
         (["--gpu-hour", "nan"], "--gpu-hour"),
         (["--gpu-memory", "80GiB", "--concurrency", "0"], "--concurrency"),
-        (["--disk-gb-month", "-1"], "--disk-gb-month"),
+        (["--l3-gb-month", "-1"], "--l3-gb-month"),
         (["--gpu-utilisation", "1.5"], "1.5"),
     ],
 )
-def test_a_mistake_of_a_plan_is_one_line(
+def test_an_invalid_option_of_a_plan_is_one_line(
     options: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))

@@ -1,4 +1,4 @@
-"""The offline optimum: what no order can beat, by trying them all; and rates counted elsewhere."""
+"""Offline-optimal eviction compared with brute force, and with rates computed independently."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from hypothesis import strategies as st
 from trace_rig import AGENTS, MOONCAKE, RAG, conformance, rates, trace
 
 from kvstore.analysis.simulate.optimal import optimal_hit_rates
-from kvstore.analysis.simulate.traces import Asked
+from kvstore.analysis.simulate.traces import TraceRequest
 from kvstore.cache.eviction import EVICTION_POLICIES
 
 RUNS = ((0,), (0, 1), (0, 1, 2), (0, 3), (4,), (4, 5))
-"""Runs of a tree, so that what is in front of a block is always the same."""
+"""Paths of a tree, so that a block always has the same blocks in front."""
 
 
-def asked(run: tuple[int, ...]) -> Asked:
-    return Asked(run, tuple(range(len(run) + 1)), len(run))
+def request(run: tuple[int, ...]) -> TraceRequest:
+    return TraceRequest(run, tuple(range(len(run) + 1)), len(run))
 
 
 def most_hits(requests: list[tuple[int, ...]], capacity: int) -> int:
-    """Blocks hit by the best of all choices of what to keep after each request."""
+    """Return the block hits of the best choice of what to keep after each request."""
     best = {frozenset[int](): 0}
     for run in requests:
         after: dict[frozenset[int], int] = {}
-        for held, hits in best.items():
-            hits += next((n for n, key in enumerate(run) if key not in held), len(run))
-            there = held | set(run)
+        for cached, hits in best.items():
+            hits += next((n for n, key in enumerate(run) if key not in cached), len(run))
+            there = cached | set(run)
             for kept in itertools.combinations(sorted(there), min(capacity, len(there))):
                 after[frozenset(kept)] = max(hits, after.get(frozenset(kept), 0))
         best = after
@@ -38,12 +38,12 @@ def most_hits(requests: list[tuple[int, ...]], capacity: int) -> int:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from(RUNS), min_size=1, max_size=8), st.integers(1, 4))
 def test_no_choice_hits_more(requests: list[tuple[int, ...]], capacity: int) -> None:
-    whole, _ = optimal_hit_rates([asked(run) for run in requests], capacity)
+    whole, _ = optimal_hit_rates([request(run) for run in requests], capacity)
     blocks = sum(map(len, requests))
     assert round(whole * blocks / 100) == most_hits(requests, capacity)
 
 
-def test_the_optimum_is_held_to_rates_counted_independently() -> None:
+def test_rates_are_those_computed_independently() -> None:
     requests = trace(MOONCAKE)
     for capacity, counted in conformance()[MOONCAKE]["offline_optimal"].items():
         _, half = optimal_hit_rates(requests, int(capacity))

@@ -1,4 +1,4 @@
-"""Rates that were counted elsewhere, to the digit: the shared traces, and four workloads."""
+"""Hit rates equal published ones to the digit: the shared traces, and four workloads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def simulate(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 
 def shared(name: str) -> str:
     if not (TRACES / name).exists():
-        pytest.skip(f"../shared/traces/{name} is not here")
+        pytest.skip(f"../shared/traces/{name} is missing")
     return str(TRACES / name)
 
 
@@ -55,19 +55,19 @@ def test_finite_caches_to_the_digit(capsys: pytest.CaptureFixture[str]) -> None:
             )
 
 
-def test_the_radix_tree_hits_what_a_level_of_blocks_does(
+def test_the_radix_tree_hits_as_much_as_a_level_of_blocks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    figures = simulate(capsys, shared(MOONCAKE), "--l1-blocks", "4096", "--no-optimum")
+    figures = simulate(capsys, shared(MOONCAKE), "--l1-blocks", "4096", "--no-offline-optimal")
     assert to_the_digit(figures, COUNTED["lru"]["4096"])
     assert figures["tiers"]["l1"]["evictions"] == 259_054
 
 
 @pytest.mark.parametrize(("name", "half"), [("lmcache_agents.jsonl", 84), ("ragpulse.jsonl", 31.5)])
-def test_traces_that_say_their_block_lengths(
+def test_traces_with_their_block_lengths(
     name: str, half: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = simulate(capsys, shared(name), "--infinite", "--no-optimum")
+    figures = simulate(capsys, shared(name), "--infinite", "--no-offline-optimal")
     assert figures["token_hit_rate_second_half"] == pytest.approx(half, abs=0.5)
 
 
@@ -80,14 +80,27 @@ def test_four_workloads_to_the_digit(tmp_path: Path, capsys: pytest.CaptureFixtu
         found = {}
         for size in (16, 64):
             figures = simulate(
-                capsys, str(trace), "--infinite", "--block-tokens", str(size), "--no-optimum"
+                capsys,
+                str(trace),
+                "--infinite",
+                "--block-tokens",
+                str(size),
+                "--no-offline-optimal",
             )
             found[f"block{size}"] = figures["token_hit_rate"]
         tokens = str(sum(map(len, prompts)))
         figures = simulate(
             capsys,
             str(trace),
-            *("--l1-blocks", tokens, "--page-tokens", "1", "--block-tokens", "1", "--no-optimum"),
+            *(
+                "--l1-blocks",
+                tokens,
+                "--page-tokens",
+                "1",
+                "--block-tokens",
+                "1",
+                "--no-offline-optimal",
+            ),
         )
         found["radix"] = figures["token_hit_rate"]
         assert figures["requests"] == expected["requests"]

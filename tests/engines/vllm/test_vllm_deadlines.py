@@ -12,8 +12,8 @@ from vllm_rig import Engine, needs_vllm
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
 SETTINGS = {
-    "prefetch": {"policy": "wait_complete", "cap_ms": 1000, "min_tokens": 0},
-    "reply_limit_ms": 600_000,
+    "prefetch": {"policy": "wait_complete", "max_wait": 1000, "min_load_tokens": 0},
+    "response_timeout": 600_000,
 }
 
 
@@ -39,10 +39,10 @@ def test_requests_that_wait_for_an_answer(world: FaultWorld, together: bool) -> 
     sidecar = world.sidecar()
     assert world.outputs() == world.expected
     sidecar.suspend()
-    before = world.count("waits_cut_by_deadline")
+    before = world.count("waits_timed_out")
     assert world.outputs(together=together) == world.expected
     # Once it is over, a request that is asked for again is cut again.
-    assert world.count("waits_cut_by_deadline") - before >= len(PROMPTS)
+    assert world.count("waits_timed_out") - before >= len(PROMPTS)
     assert world.engine.held()["scheduler"]["store_connected"], "it never counted as hung"
     sidecar.resume()
     world.nothing_is_held()
@@ -52,10 +52,10 @@ def test_requests_that_wait_for_an_answer(world: FaultWorld, together: bool) -> 
 def test_a_load_under_way(world: FaultWorld) -> None:
     sidecar = world.sidecar()
     assert world.outputs() == world.expected
-    before = {name: world.count(name) for name in ("loads_past_deadline", "blocks_failed")}
+    before = {name: world.count(name) for name in ("loads_timed_out", "blocks_failed")}
     world.load_under_way(sidecar)
     assert world.ending() == world.expected[:1]
-    assert world.count("loads_past_deadline") - before["loads_past_deadline"] == 1
+    assert world.count("loads_timed_out") - before["loads_timed_out"] == 1
     assert world.count("blocks_failed") - before["blocks_failed"] == 6
     assert world.engine.held()["worker"]["store_connected"], "it never counted as hung"
     sidecar.resume()
@@ -65,13 +65,13 @@ def test_a_load_under_way(world: FaultWorld) -> None:
 
 def test_a_tier_that_hangs_below_a_sidecar_that_does_not(world: FaultWorld) -> None:
     config = '[[tiers]]\nkind = "faulty.hanging"\n'
-    sidecar = world.sidecar("--l2", "64MiB", "--slot", "128KiB", config=config)
+    sidecar = world.sidecar("--l2", "64MiB", "--slot-bytes", "128KiB", config=config)
     assert world.outputs() == world.expected
     world.nothing_is_held()
     for path in ("/v1/flush", "/v1/clear?tier=l2"):
         sidecar.post(path)
-    before = world.count("waits_cut_by_deadline")
+    before = world.count("waits_timed_out")
     assert world.outputs() == world.expected
-    assert world.count("waits_cut_by_deadline") > before
+    assert world.count("waits_timed_out") > before
     world.nothing_is_held()
     sidecar.kill()  # as it would wait for its reads

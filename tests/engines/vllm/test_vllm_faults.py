@@ -19,7 +19,7 @@ from vllm_rig import Engine, needs_vllm, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
-PREFETCH = {"policy": "wait_complete", "cap_ms": 3000, "min_tokens": 0}
+PREFETCH = {"policy": "wait_complete", "max_wait": 3000, "min_load_tokens": 0}
 LOADS_MAX = 2
 """Times that one request may ask for slots it does not get."""
 
@@ -75,7 +75,7 @@ def test_a_sidecar_killed_while_a_request_waits_for_it(world: FaultWorld, wait_s
 
 
 def test_a_store_without_room(world: FaultWorld) -> None:
-    sidecar = world.sidecar("--l2", "512KiB", "--slot", "128KiB")
+    sidecar = world.sidecar("--l2", "512KiB", "--slot-bytes", "128KiB")
     assert world.outputs() == world.expected
     assert world.outputs() == world.expected
     assert sidecar.stop() == 0
@@ -94,13 +94,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_without_room_and_then_with_room(world: FaultWorld, small_disk: Path) -> None:
     """L2 is too small for the prompts, so blocks go on to the disk, or are lost."""
     disk = ("--disk", str(small_disk / "kv"), "--disk-capacity", "16MiB")
-    sidecar = world.sidecar("--l2", "2MiB", "--slot", "128KiB", *disk)
+    sidecar = world.sidecar("--l2", "2MiB", "--slot-bytes", "128KiB", *disk)
     with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
     for _ in range(2):
         assert world.outputs() == world.expected
-    wait_until(lambda: sidecar.stats()["tiers"]["disk"]["faults"] > 0, "writes fail")
+    wait_until(lambda: sidecar.stats()["tiers"]["disk"]["errors"] > 0, "writes fail")
     assert sidecar.stats()["tiers"]["disk"]["writes"] == 0
     (small_disk / "filler").unlink()
     before = world.count("blocks_loaded")
@@ -114,10 +114,10 @@ def test_a_disk_without_room_and_then_with_room(world: FaultWorld, small_disk: P
 
 def test_a_tier_without_room(world: FaultWorld) -> None:
     config = '[[tiers]]\nkind = "faulty.full"\n'
-    sidecar = world.sidecar("--l2", "2MiB", "--slot", "128KiB", config=config)
+    sidecar = world.sidecar("--l2", "2MiB", "--slot-bytes", "128KiB", config=config)
     for _ in range(2):
         assert world.outputs() == world.expected
-    wait_until(lambda: sidecar.stats()["tiers"]["full"]["faults"] > 0, "writes fail")
+    wait_until(lambda: sidecar.stats()["tiers"]["full"]["errors"] > 0, "writes fail")
     world.nothing_is_leased(sidecar)
 
 
@@ -125,7 +125,7 @@ def test_a_tier_without_room(world: FaultWorld) -> None:
 def test_a_tier_that_claims_what_it_has_not(world: FaultWorld, broken: bool) -> None:
     kind = 'kind = "faulty.claiming"'
     sidecar = world.sidecar(
-        "--l2", "2MiB", "--slot", "128KiB",
+        "--l2", "2MiB", "--slot-bytes", "128KiB",
         config=f"[[tiers]]\n{kind}\nbroken = {str(broken).lower()}\n",
     )  # fmt: skip
     before = world.engine.held()["scheduler"]
@@ -133,7 +133,7 @@ def test_a_tier_that_claims_what_it_has_not(world: FaultWorld, broken: bool) -> 
         assert world.outputs() == world.expected
     after = world.engine.held()["scheduler"]
     asked = 2 * len(PROMPTS)
-    assert asked <= after["matches"] - before.get("matches", 0) <= LOADS_MAX * asked
+    assert asked <= after["lookups"] - before.get("lookups", 0) <= LOADS_MAX * asked
     loads = after["loads"] - before.get("loads", 0)
     assert 0 < loads <= LOADS_MAX * asked, "tried, and not for ever"
     assert sidecar.stop() == 0
@@ -149,7 +149,7 @@ def test_a_request_given_up_while_it_waits_for_an_answer(world: FaultWorld) -> N
     assert world.engine.held()["scheduler"]["requests_waiting"] == 1
     world.engine.ask("abort", name=name)
     held = world.engine.held()["scheduler"]
-    assert (held["requests_waiting"], held["requests_known"]) == (0, 0)
+    assert (held["requests_waiting"], held["requests_tracked"]) == (0, 0)
     world.nothing_is_held()
     sidecar.resume()
     world.nothing_is_leased(sidecar)

@@ -111,7 +111,7 @@ class Server:
 def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     folder = tmp_path_factory.mktemp("sidecar")
     disk = ("--disk", str(folder / "disk"), "--disk-capacity", "512MiB")
-    made = Sidecar(folder, "--l2", "32MiB", "--slot", "128KiB", *disk)
+    made = Sidecar(folder, "--l2", "32MiB", "--slot-bytes", "128KiB", *disk)
     yield made
     assert made.stop() == 0, "leases that did not come back"
 

@@ -42,7 +42,7 @@ class World:
     def __init__(self, folder: Path, engines: tuple[Engine, Engine]) -> None:
         self.model = folder / "deepseek"
         write_model(self.model, "deepseek_v2", 1)
-        self.sidecar = Sidecar(folder, "--l2", "128MiB", "--slot", "256KiB")
+        self.sidecar = Sidecar(folder, "--l2", "128MiB", "--slot-bytes", "256KiB")
         self.a, self.b = engines
         self.start(self.a)
 

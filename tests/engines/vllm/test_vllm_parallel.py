@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.time
 
 RANKS = 2
 SETTINGS = {
-    "prefetch": {"policy": "wait_complete", "cap_ms": 3000, "min_tokens": 0},
-    "reply_limit_ms": 60_000,
+    "prefetch": {"policy": "wait_complete", "max_wait": 3000, "min_load_tokens": 0},
+    "response_timeout": 60_000,
 }
 
 
@@ -109,7 +109,7 @@ def test_a_block_that_one_rank_lacks_is_computed(world: FaultWorld, sidecar: Sid
 @pytest.mark.parametrize("what", ["given up", "hung", "killed"])
 def test_a_load_under_way(world: FaultWorld, sidecar: Sidecar, what: str) -> None:
     assert world.outputs() == world.expected
-    names = ("blocks_failed", "loads_past_deadline")
+    names = ("blocks_failed", "loads_timed_out")
     before = {name: world.count(name) for name in names}
     name = world.load_under_way(sidecar)
     if what == "given up":
@@ -135,9 +135,9 @@ def test_a_load_under_way(world: FaultWorld, sidecar: Sidecar, what: str) -> Non
 def test_requests_that_wait_for_an_answer(world: FaultWorld, sidecar: Sidecar) -> None:
     assert world.outputs() == world.expected
     sidecar.suspend()
-    before = world.count("waits_cut_by_deadline")
+    before = world.count("waits_timed_out")
     assert world.outputs(together=True) == world.expected
-    assert world.count("waits_cut_by_deadline") - before >= len(PROMPTS)
+    assert world.count("waits_timed_out") - before >= len(PROMPTS)
     sidecar.resume()
     world.nothing_is_held()
     world.nothing_is_leased(sidecar)

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.time
 
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
-    made = Sidecar(tmp_path_factory.mktemp("sidecar"), "--l2", "64MiB", "--slot", "128KiB")
+    made = Sidecar(tmp_path_factory.mktemp("sidecar"), "--l2", "64MiB", "--slot-bytes", "128KiB")
     yield made
     assert made.stop() == 0, "leases that did not come back"
 

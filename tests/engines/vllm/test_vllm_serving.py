@@ -47,7 +47,7 @@ def engine(engines: tuple[Engine, Engine]) -> Engine:
 
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
-    made = Sidecar(tmp_path, "--l2", "32MiB", "--slot", "128KiB")
+    made = Sidecar(tmp_path, "--l2", "32MiB", "--slot-bytes", "128KiB")
     yield made
     assert made.stop() == 0
 
@@ -76,7 +76,7 @@ def test_two_nodes_joined_by_a_shared_tier(
 ) -> None:
     def node(name: str) -> Sidecar:
         (tmp_path / name).mkdir()
-        return Sidecar(tmp_path / name, "--l2", "32MiB", "--slot", "128KiB", config=shared)
+        return Sidecar(tmp_path / name, "--l2", "32MiB", "--slot-bytes", "128KiB", config=shared)
 
     prompts = [tokens(10 + number, 100 + 90 * number) for number in range(6)]
     nodes = [node("one")]
@@ -148,7 +148,7 @@ def test_a_sidecar_follows_what_vllm_holds(model: Path, tmp_path: Path, engine: 
     own_port = redis_rig.free_port()
     here, own = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{own_port}"
     config = f'[server]\nkv_events = ["{here}", "{own}"]\nkv_events_publish = "{own}"\n'
-    sidecar = Sidecar(tmp_path, "--l2", "32MiB", "--slot", "128KiB", config=config)
+    sidecar = Sidecar(tmp_path, "--l2", "32MiB", "--slot-bytes", "128KiB", config=config)
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -162,7 +162,7 @@ def test_a_sidecar_follows_what_vllm_holds(model: Path, tmp_path: Path, engine: 
         body = json.dumps({"hashes": names}).encode()
         request = urllib.request.Request(f"{sidecar.url}/v1/engines", body, method="POST")
         with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
-            return json.load(answer)["runs"]
+            return json.load(answer)["prefix_blocks"]
 
     expected = {here: {"GPU": 6}, own: {"CPU": 6}}
     found: dict[str, dict[str, int]] = {}

@@ -71,8 +71,8 @@ def reused(world: TierWorld, own: list[dict[str, Any]], *, from_disk: bool) -> N
         "disk": loaded,  # which is what vLLM calls whatever comes from a tier
     }
     after = counts(world.b)
-    assert after["units_loaded"] - stats.get("units_loaded", 0) == loaded // BLOCK
-    assert after["units_lost"] == 0
+    assert after["blocks_loaded"] - stats.get("blocks_loaded", 0) == loaded // BLOCK
+    assert after["blocks_failed"] == 0
     assert world.disk_reads() - reads == (loaded // BLOCK if from_disk else 0)
     settled(world.b)
 
@@ -186,10 +186,10 @@ def test_two_groups_of_a_hybrid_model(world: TierWorld) -> None:
     warm = world.b.generate(asked, tokens=8)
     assert cached(warm) == cached(own) == [full_blocks(prompt) for prompt in asked]
     assert differences(warm, own) == []
-    saved, loaded = counts(world.a)["units_saved"], counts(world.b)
+    saved, loaded = counts(world.a)["blocks_saved"], counts(world.b)
     # Each unit of a prompt's full attention, and of its sliding windows more than none.
     assert saved > sum(exact(asked)[::2]) // BLOCK
-    assert (loaded["units_loaded"], loaded["units_lost"]) == (saved, 0)
+    assert (loaded["blocks_loaded"], loaded["blocks_failed"]) == (saved, 0)
 
 
 def test_two_nodes_joined_by_valkey(world: TierWorld, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_two_nodes_joined_by_valkey(world: TierWorld, tmp_path: Path) -> None:
     nodes = []
     for name, engine in (("one", world.a), ("two", world.b)):
         (tmp_path / name).mkdir()
-        nodes.append(Sidecar(tmp_path / name, "--l2", "32MiB", "--slot", "256KiB", config=config))
+        nodes.append(Sidecar(tmp_path / name, "--l2", "32MiB", "--slot-bytes", "256KiB", config=config))
         world.start(engine, table=our_tier(nodes[-1].socket, **PATIENT_TIER))
     world.a.generate(asked, tokens=8)
     own = world.a.generate(asked, tokens=8)
@@ -215,7 +215,7 @@ def test_two_nodes_joined_by_valkey(world: TierWorld, tmp_path: Path) -> None:
 
 def test_a_store_of_its_own_over_a_disk(world: TierWorld) -> None:
     asked = prompts(4, 3)
-    table = {"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm", "deadline_ms": 20_000}
+    table = {"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm", "max_wait": 20_000}
     disk = str(world.folder / "own")
     table["embedded"] = {"l2": "8MiB", "disk": disk, "disk_capacity": "256MiB"}
     world.start(world.a, table=table)

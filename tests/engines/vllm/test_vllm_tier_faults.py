@@ -27,10 +27,10 @@ from vllm_rig import (
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
 PROMPTS = prompts(5, 3)
-ENOUGH = ("--l2", "32MiB", "--slot", "256KiB")
+ENOUGH = ("--l2", "32MiB", "--slot-bytes", "256KiB")
 UNIT_BYTES = 131_072
 """A row of vLLM's host pool for the tiny Llama: its KV of a block."""
-NEVER_HUNG = {"reply_limit_ms": 600_000}
+NEVER_HUNG = {"response_timeout": 600_000}
 """No silence counts as a hang: only deadlines end waits."""
 
 
@@ -100,11 +100,11 @@ def sidecar(new_sidecar: Callable[..., Sidecar], tmp_path: Path) -> Sidecar:
 
 def test_a_store_without_room(world: FaultyWorld, new_sidecar: Callable[..., Sidecar]) -> None:
     """Four slots for prompts of many units."""
-    sidecar = new_sidecar("--l2", "1MiB", "--slot", "256KiB")
+    sidecar = new_sidecar("--l2", "1MiB", "--slot-bytes", "256KiB")
     world.start(world.a, table=our_tier(sidecar.socket))
     for _ in range(2):
         world.check(world.a)
-    assert counts(world.a)["units_saved"] > 4, "they have driven each other out"
+    assert counts(world.a)["blocks_saved"] > 4, "they have driven each other out"
     world.a.ask("stop")
     assert sidecar.stop() == 0
 
@@ -122,8 +122,8 @@ def test_a_sidecar_that_fails_while_units_are_loaded(
     check_same(world.ending(world.a), world.expected[:1])
     settled(world.a)
     after = counts(world.a)
-    assert after.get("units_loaded", 0) == before.get("units_loaded", 0)
-    assert after["units_lost"] - before["units_lost"] == exact(PROMPTS)[0] // 32
+    assert after.get("blocks_loaded", 0) == before.get("blocks_loaded", 0)
+    assert after["blocks_failed"] - before["blocks_failed"] == exact(PROMPTS)[0] // 32
     if fault == "hung":
         sidecar.resume()
         world.a.ask("stop")
@@ -138,7 +138,7 @@ def test_no_request_waits_past_its_deadline(world: FaultyWorld, sidecar: Sidecar
     check_same(world.ending(world.a), world.expected[:1])
     settled(world.a)
     stats = counts(world.a)
-    assert (stats["loads_past_deadline"], stats["lookups_past_deadline"]) == (1, 0)
+    assert (stats["loads_timed_out"], stats["lookups_timed_out"]) == (1, 0)
     assert stats["store_connected"], "it never counted as hung"
     sidecar.resume()
 
@@ -147,8 +147,8 @@ def test_no_request_waits_past_its_deadline(world: FaultyWorld, sidecar: Sidecar
     sidecar.suspend()
     world.check(world.a)
     stats = counts(world.a)
-    assert stats["lookups_past_deadline"] == len(PROMPTS) // 2, "vLLM has what the others need"
-    assert (stats["loads_past_deadline"], stats["store_connected"]) == (1, True)
+    assert stats["lookups_timed_out"] == len(PROMPTS) // 2, "vLLM has what the others need"
+    assert (stats["loads_timed_out"], stats["store_connected"]) == (1, True)
     sidecar.resume()
     world.a.ask("stop")
     assert sidecar.stop() == 0
@@ -181,17 +181,17 @@ def test_a_reset_forgets_what_was_saved_before(world: FaultyWorld, sidecar: Side
     settled(world.a)
     world.a.ask("add", prompt=prompts(11, 1)[0], tokens=60)
     world.a.ask("step")
-    refused = counts(world.a)["units_refused"]
+    refused = counts(world.a)["blocks_dropped"]
     world.a.ask("reset", connector=True, settle=False)
     world.ending(world.a)
     settled(world.a)
-    assert counts(world.a)["units_refused"] > refused, "of a request from before"
+    assert counts(world.a)["blocks_dropped"] > refused, "of a request from before"
     world.a.ask("reset")
     found = world.a.generate(firsts, tokens=8)
     assert cached(found) == [0] * len(firsts)
     check_same(found, world.expected[::2])
     settled(world.a)
-    assert counts(world.a)["units_saved"] == 2 * sum(exact(firsts)) // 32
+    assert counts(world.a)["blocks_saved"] == 2 * sum(exact(firsts)) // 32
     # What it saves from now on is its own.
     world.start(world.b, table=table)
     assert cached(world.b.generate(firsts, tokens=8)) == exact(firsts)
@@ -218,7 +218,7 @@ def test_a_prefix_that_is_larger_than_vllms_pool_is_used_as_far_as_it_fits(
     check_same(found, expected)
     assert cached(found) == [rows * BLOCK]
     stats = counts(world.b)
-    assert (stats["units_loaded"], stats.get("requests_cut", 0)) == (rows, int(rows < units))
+    assert (stats["blocks_loaded"], stats.get("requests_truncated", 0)) == (rows, int(rows < units))
     for engine in (world.a, world.b):
         engine.ask("stop")
     assert sidecar.stop() == 0
@@ -229,12 +229,12 @@ def test_a_tier_that_claims_what_it_has_not_is_no_livelock(
     world: FaultyWorld, new_sidecar: Callable[..., Sidecar], broken: bool
 ) -> None:
     config = f'[[tiers]]\nkind = "faulty.claiming"\nbroken = {str(broken).lower()}\n'
-    sidecar = new_sidecar("--l2", "4MiB", "--slot", "256KiB", config=config)
+    sidecar = new_sidecar("--l2", "4MiB", "--slot-bytes", "256KiB", config=config)
     world.start(world.b, table=our_tier(sidecar.socket))
     world.check(world.b)
     stats = counts(world.b)
     assert 0 < stats["load_jobs"] <= sum(exact(PROMPTS)) // 32, "tried, and not for ever"
-    assert 0 < stats["units_lost"] <= sum(exact(PROMPTS)) // 32
+    assert 0 < stats["blocks_failed"] <= sum(exact(PROMPTS)) // 32
     world.b.ask("stop")
     assert sidecar.stop() == 0
 
@@ -248,18 +248,18 @@ def test_a_sidecar_that_is_absent_hung_or_killed_shows_in_vllms_metrics(
 
     world.start(world.a, table=our_tier(str(tmp_path / "kv.sock"), deadline_ms=500))
     world.check(world.a)
-    assert (metric("store_connected"), metric("units_saved")) == (0, 0)
+    assert (metric("store_connected"), metric("blocks_saved")) == (0, 0)
     sidecar = new_sidecar(*ENOUGH)
     wait_until(lambda: counts(world.a)["store_connected"], "connected")
     for _ in range(2):
         world.check(world.a)
     stats = counts(world.a)
     assert metric("store_connected") == 1
-    for name in ("units_saved", "units_loaded", "load_jobs", "save_jobs"):
+    for name in ("blocks_saved", "blocks_loaded", "load_jobs", "save_jobs"):
         assert metric(name) == stats[name] > 0, name
     sidecar.suspend()
     world.check(world.a)
-    assert metric("loads_past_deadline") > 0
+    assert metric("loads_timed_out") > 0
     sidecar.resume()
     sidecar.kill()
     world.check(world.a)
@@ -269,7 +269,7 @@ def test_a_sidecar_that_is_absent_hung_or_killed_shows_in_vllms_metrics(
 def test_the_pool_of_a_killed_engine_is_removed_by_the_next(
     world: FaultyWorld, tmp_path: Path
 ) -> None:
-    from kvstore.connectors.vllm.tier.stale_pools import STALE_S, abandoned
+    from kvstore.connectors.vllm.tier.stale_pools import STALE_S, find_stale_pools
 
     victim = Engine(tmp_path / "victim.log")
     world.start(victim, prefix_caching_hash_algo="xxhash")
@@ -279,8 +279,8 @@ def test_the_pool_of_a_killed_engine_is_removed_by_the_next(
     left = victim.host_pool()
     old = time.time() - 2 * STALE_S
     os.utime(left, (old, old))
-    assert left not in abandoned(), "an engine maps it"
+    assert left not in find_stale_pools(), "an engine maps it"
     victim.kill()
-    wait_until(lambda: left in abandoned(), "it is nobody's")
+    wait_until(lambda: left in find_stale_pools(), "it is nobody's")
     world.start(world.b)
     assert not left.exists()

@@ -33,7 +33,7 @@ class TierWorld:
         for seed, (family, path) in enumerate(self.models.items()):
             write_model(path, family, seed)
         self.sidecar = Sidecar(
-            folder, "--l2", "128MiB", "--slot", "256KiB", "--disk", str(folder / "disk")
+            folder, "--l2", "128MiB", "--slot-bytes", "256KiB", "--disk", str(folder / "disk")
         )
         self.a, self.b = engines
 

@@ -161,9 +161,9 @@ class Sidecar:
         self.url = next(word.rstrip(",") for word in line.split() if word.startswith("http"))
 
     def stats(self) -> dict[str, Any]:
-        from kvstore.ipc.sidecar_connection import ask_stats
+        from kvstore.ipc.sidecar_connection import request_stats
 
-        return ask_stats(self.socket, None)
+        return request_stats(self.socket, None)
 
     def post(self, path: str) -> bytes:
         """The answer of its HTTP API."""
@@ -227,9 +227,9 @@ def our_tier(socket: str, **table: Any) -> dict[str, Any]:
     return {**where, "socket": socket, "on_reset": "keep", **table}
 
 
-PATIENT = {"policy": "wait_complete", "cap_ms": 20_000, "min_tokens": 0}
+PATIENT = {"policy": "wait_complete", "max_wait": 20_000, "min_load_tokens": 0}
 """Nothing is cut: how many tokens are cached is exact, however slow the machine."""
-PATIENT_TIER = {"deadline_ms": 20_000, "reply_limit_ms": 60_000}
+PATIENT_TIER = {"max_wait": 20_000, "response_timeout": 60_000}
 """The same for the tier."""
 ROUNDING = 1e-5
 """A prompt computed in other pieces differs in its last bits, in vLLM's own cache too."""
@@ -237,7 +237,7 @@ ROUNDING = 1e-5
 
 def patient(socket: str, **extra: Any) -> dict[str, Any]:
     """Our connector, which cuts nothing."""
-    return connector(socket, prefetch=PATIENT, reply_limit_ms=60_000, **extra)
+    return connector(socket, prefetch=PATIENT, response_timeout=60_000, **extra)
 
 
 def check_same(
@@ -268,8 +268,8 @@ def save_zeros(socket: str, namespace: Namespace, names: Sequence[bytes]) -> Non
     client = kvstore.connect(socket, namespace)
     save = client.save(names)
     wait_until(lambda: client.poll(0.1) is not None and save.done, "grants")
-    assert len(save.grants) == len(names)
-    for _, slot in save.grants:
+    assert len(save.slot_assignments) == len(names)
+    for _, slot in save.slot_assignments:
         client.slab_of(save).view(slot)[: namespace.block_bytes] = bytes(namespace.block_bytes)
     client.commit(save)
     assert client.sync(10)

@@ -18,13 +18,13 @@ from sidecar_rig import (
     get,
     hashes_of,
     match,
-    merged,
+    merge,
     put,
     run_command,
 )
 
 from kvstore.blocks.hashing import hash_tokens
-from kvstore.cli.common.sidecar_http import ask
+from kvstore.cli.common.sidecar_http import request_json
 from kvstore.errors import ConfigError, TierUnavailable
 from kvstore.ipc.client import Client
 
@@ -37,14 +37,16 @@ PINS = SLOTS // 4
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]:
     folder = tmp_path_factory.mktemp("care")
-    made = ForkedSidecar(folder, merged(disk(folder / "disk"), {"limits": {"flush_ms": 5000}}))
+    made = ForkedSidecar(
+        folder, merge(disk(folder / "disk"), {"limits": {"shutdown_drain_timeout": 5000}})
+    )
     yield made
     assert made.stop() == 0
 
 
 @pytest.fixture
 def client(sidecar: ForkedSidecar) -> Iterator[Client]:
-    made = Client(sidecar.socket, NAMESPACE, wait_ready_s=30.0)
+    made = Client(sidecar.socket, NAMESPACE, connect_timeout_s=30.0)
     yield made
     made.close()
 
@@ -59,23 +61,23 @@ def crowd_out(sidecar: ForkedSidecar, client: Client, name: str) -> None:
     """Save more than L2 holds."""
     for number in range(2 * SLOTS // 8):
         put(client, hashes_of(f"{name} {number}", 8))
-        ask(sidecar.url, "/v1/flush", {})
+        request_json(sidecar.url, "/v1/flush", {})
 
 
 def test_a_run_named_by_its_tokens_is_pinned_and_let_go(
     sidecar: ForkedSidecar, client: Client
 ) -> None:
     saved(client, RUN)
-    ask(sidecar.url, "/v1/flush", {})
-    ask(sidecar.url, "/v1/clear?tier=l2", {})
-    answer = ask(sidecar.url, "/v1/pin", {"tokens": TOKENS})
+    request_json(sidecar.url, "/v1/flush", {})
+    request_json(sidecar.url, "/v1/clear?tier=l2", {})
+    answer = request_json(sidecar.url, "/v1/pin", {"token_ids": TOKENS})
     assert answer == {"wanted": len(RUN), "pinned": len(RUN), "reason": ""}
     crowd_out(sidecar, client, "first")
     assert match(client, RUN) == ["l2"] * len(RUN)
     assert sidecar.stats()["l2"]["slots_pinned"] == len(RUN)
     hashes = [name.hex() for name in RUN]
     body = {"namespace": DIGEST, "hashes": hashes, "tenant": "default"}
-    assert ask(sidecar.url, "/v1/unpin", body) == {"unpinned": len(RUN)}
+    assert request_json(sidecar.url, "/v1/unpin", body) == {"unpinned": len(RUN)}
     crowd_out(sidecar, client, "second")
     assert match(client, RUN) == ["disk"] * len(RUN)
 
@@ -83,28 +85,31 @@ def test_a_run_named_by_its_tokens_is_pinned_and_let_go(
 def test_the_salt_names_another_run(sidecar: ForkedSidecar, client: Client) -> None:
     salted = hash_tokens(TOKENS, block_tokens=NAMESPACE.block_tokens, cache_salt="a")
     saved(client, salted)
-    body = {"tokens": TOKENS, "cache_salt": "a"}
-    assert ask(sidecar.url, "/v1/pin", body)["pinned"] == len(salted)
-    assert ask(sidecar.url, "/v1/pin", {"tokens": TOKENS, "cache_salt": "b"})["pinned"] == 0
-    assert ask(sidecar.url, "/v1/unpin", body)["unpinned"] == len(salted)
+    body = {"token_ids": TOKENS, "cache_salt": "a"}
+    assert request_json(sidecar.url, "/v1/pin", body)["pinned"] == len(salted)
+    assert (
+        request_json(sidecar.url, "/v1/pin", {"token_ids": TOKENS, "cache_salt": "b"})["pinned"]
+        == 0
+    )
+    assert request_json(sidecar.url, "/v1/unpin", body)["unpinned"] == len(salted)
 
 
 def test_more_than_the_budget_is_not_pinned(sidecar: ForkedSidecar, client: Client) -> None:
     names = hashes_of("long", PINS + 5)
     saved(client, names)
     body = {"hashes": [name.hex() for name in names]}
-    answer = ask(sidecar.url, "/v1/pin", body)
+    answer = request_json(sidecar.url, "/v1/pin", body)
     assert answer["pinned"] == PINS
-    assert "pin_share" in answer["reason"]
-    assert ask(sidecar.url, "/v1/unpin", body) == {"unpinned": PINS}
+    assert "max_pinned_fraction" in answer["reason"]
+    assert request_json(sidecar.url, "/v1/unpin", body) == {"unpinned": PINS}
 
 
 def test_warming_over_http(sidecar: ForkedSidecar, client: Client) -> None:
     names = hashes_of("warm", 6)
     saved(client, names)
-    ask(sidecar.url, "/v1/flush", {})
-    ask(sidecar.url, "/v1/clear?tier=l2", {})
-    warmed = ask(sidecar.url, "/v1/warm", {"share": 0.5})["warmed"]
+    request_json(sidecar.url, "/v1/flush", {})
+    request_json(sidecar.url, "/v1/clear?tier=l2", {})
+    warmed = request_json(sidecar.url, "/v1/warm", {"fraction": 0.5})["warmed"]
     assert warmed == SLOTS // 2
     blocks, _ = get(client, names)
     assert len(blocks) == 6
@@ -113,22 +118,25 @@ def test_warming_over_http(sidecar: ForkedSidecar, client: Client) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/v1/pin", {}, '"hashes" or "tokens"'),
-        ("/v1/pin", [], '"hashes" or "tokens"'),
-        ("/v1/pin", {"tokens": [1], "hashes": []}, '"hashes" or "tokens"'),
-        ("/v1/pin", {"tokens": [1, 2, 3]}, "no full block of 4"),
-        ("/v1/pin", {"tokens": "a"}, "list of token ids"),
-        ("/v1/pin", {"tokens": ["a"] * 8}, "tokens: "),
-        ("/v1/pin", {"tokens": [-1] * 8}, "tokens: "),
-        ("/v1/pin", {"tokens": TOKENS, "cache_salt": 3}, "cache_salt is text"),
-        ("/v1/pin", {"tokens": TOKENS, "tenant": 3}, "tenant is a name"),
-        ("/v1/pin", {"tokens": TOKENS, "namespace": "x"}, "32 hex digits"),
-        ("/v1/pin", {"tokens": TOKENS, "namespace": "0" * 32}, "has been here"),
+        ("/v1/pin", {}, '"hashes" or "token_ids"'),
+        ("/v1/pin", [], '"hashes" or "token_ids"'),
+        ("/v1/pin", {"token_ids": [1], "hashes": []}, '"hashes" or "token_ids"'),
+        ("/v1/pin", {"token_ids": [1, 2, 3]}, "less than one block of 4"),
+        ("/v1/pin", {"token_ids": "a"}, "must be a list"),
+        ("/v1/pin", {"token_ids": ["a"] * 8}, "token_ids: "),
+        ("/v1/pin", {"token_ids": [-1] * 8}, "token_ids: "),
+        ("/v1/pin", {"token_ids": TOKENS, "cache_salt": 3}, "cache_salt must be text"),
+        ("/v1/pin", {"token_ids": TOKENS, "tenant": 3}, "tenant must be a name"),
+        ("/v1/pin", {"token_ids": TOKENS, "namespace": "x"}, "32 hex digits"),
+        ("/v1/pin", {"token_ids": TOKENS, "namespace": "0" * 32}, "has connected"),
         ("/v1/unpin", {"hashes": ["zz"]}, "lower-case hex"),
-        ("/v1/unpin", {"hashes": ["aa"], "cache_salt": "x"}, "goes with tokens"),
-        ("/v1/warm", {"share": 2}, "from 0 to 1"),
-        ("/v1/warm", {"share": "half"}, "from 0 to 1"),
+        ("/v1/unpin", {"hashes": ["aa"], "cache_salt": "x"}, "requires token_ids"),
+        ("/v1/warm", {"fraction": 2}, "from 0 to 1"),
+        ("/v1/warm", {"fraction": "half"}, "from 0 to 1"),
         ("/v1/warm", {}, "from 0 to 1"),
+        ("/v1/pin", {"tokens": TOKENS}, "/v1/pin: tokens is now token_ids"),
+        ("/v1/unpin", {"tokens": TOKENS}, "/v1/unpin: tokens is now token_ids"),
+        ("/v1/warm", {"share": 0.5}, "/v1/warm: share is now fraction"),
     ],
 )
 def test_a_wrong_request_is_one_line(
@@ -136,27 +144,27 @@ def test_a_wrong_request_is_one_line(
 ) -> None:
     client.poll()
     with pytest.raises(ConfigError, match=words) as caught:
-        ask(sidecar.url, path, body)
+        request_json(sidecar.url, path, body)
     assert "\n" not in str(caught.value)
 
 
 def test_only_the_administrator_may(tmp_path: Path) -> None:
-    server = {"server": {"tokens": {"token-a": "team-a"}, "admin_token": "of the admin"}}
+    server = {"server": {"auth_tokens": {"token-a": "team-a"}, "admin_auth_token": "of the admin"}}
     made = ForkedSidecar(tmp_path, server)
     for path, body in (
-        ("/v1/pin", {"tokens": TOKENS}),
-        ("/v1/unpin", {"tokens": TOKENS}),
-        ("/v1/warm", {"share": 0.1}),
+        ("/v1/pin", {"token_ids": TOKENS}),
+        ("/v1/unpin", {"token_ids": TOKENS}),
+        ("/v1/warm", {"fraction": 0.1}),
     ):
         for token in (None, "token-a"):
             with pytest.raises(TierUnavailable, match="401"):
-                ask(made.url, path, body, token=token)
-    client = Client(made.socket, NAMESPACE, token="token-a", wait_ready_s=30.0)
+                request_json(made.url, path, body, auth_token=token)
+    client = Client(made.socket, NAMESPACE, auth_token="token-a", connect_timeout_s=30.0)
     saved(client, RUN)
-    mine = {"tokens": TOKENS, "tenant": "team-a"}
-    assert ask(made.url, "/v1/pin", mine, token="of the admin")["pinned"] == len(RUN)
-    other = {"tokens": TOKENS, "tenant": "team-b"}
-    assert ask(made.url, "/v1/pin", other, token="of the admin")["pinned"] == 0
+    mine = {"token_ids": TOKENS, "tenant": "team-a"}
+    assert request_json(made.url, "/v1/pin", mine, auth_token="of the admin")["pinned"] == len(RUN)
+    other = {"token_ids": TOKENS, "tenant": "team-b"}
+    assert request_json(made.url, "/v1/pin", other, auth_token="of the admin")["pinned"] == 0
     client.close()
     assert made.stop() == 0
 
@@ -168,22 +176,22 @@ def test_the_commands(sidecar: ForkedSidecar, client: Client, tmp_path: Path) ->
     hashes = tmp_path / "hashes"
     hashes.write_text("\n".join(name.hex() for name in RUN))
     url = ("--url", sidecar.url)
-    code, out, _ = run_command(tmp_path, "pin", "--tokens", str(tokens), *url)
+    code, out, _ = run_command(tmp_path, "pin", "--token-ids", str(tokens), *url)
     assert (code, out) == (0, f"{len(RUN)} of {len(RUN)} blocks pinned\n")
     code, out, _ = run_command(tmp_path, "unpin", "--hashes", str(hashes), "--json", *url)
     assert (code, json.loads(out)) == (0, {"unpinned": len(RUN)})
     hashes.write_text("ab" * 32)
     code, out, _ = run_command(tmp_path, "pin", "--hashes", str(hashes), *url)
     assert code == 1
-    assert "0 of 1 blocks pinned\nblock 0 of the run does not come" in out
-    code, out, _ = run_command(tmp_path, "warm", "--share", "0.01", *url)
+    assert "0 of 1 blocks pinned\nblock 0 of the prefix not loaded" in out
+    code, out, _ = run_command(tmp_path, "warm", "--fraction", "0.01", *url)
     assert (code, out) == (0, "0 blocks brought into L2\n")
     for wrong in (
         ("pin", *url),
         ("warm", *url),
         ("warm", "--prompts", str(tokens), *url),
-        ("pin", "--tokens", str(tmp_path / "none"), *url),
-        ("pin", "--tokens", str(tokens), "--url", "http://127.0.0.1:1"),
+        ("pin", "--token-ids", str(tmp_path / "none"), *url),
+        ("pin", "--token-ids", str(tokens), "--url", "http://127.0.0.1:1"),
     ):
         code, out, err = run_command(tmp_path, *wrong)
         assert (code, out) == (2, "")

@@ -42,7 +42,9 @@ TRANSFERS = 2
 @pytest.fixture(scope="module")
 def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]:
     folder = tmp_path_factory.mktemp("open")
-    made = ForkedSidecar(folder, {**disk(folder / "disk"), "limits": {"transfers": TRANSFERS}})
+    made = ForkedSidecar(
+        folder, {**disk(folder / "disk"), "limits": {"max_http_transfers": TRANSFERS}}
+    )
     yield made
     assert made.stop() == 0
 
@@ -51,7 +53,8 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]:
     """One that asks for tokens."""
     made = ForkedSidecar(
-        tmp_path_factory.mktemp("guarded"), {"server": {"tokens": TOKENS, "admin_token": ADMIN}}
+        tmp_path_factory.mktemp("guarded"),
+        {"server": {"auth_tokens": TOKENS, "admin_auth_token": ADMIN}},
     )
     yield made
     assert made.stop() == 0
@@ -91,8 +94,8 @@ def frame_of(name: bytes, tenant: str = "default", codec: str = "identity", **ch
     Encoded, it is of zeros: the made-up contents do not compress.
     """
     block = content(name) if codec == "identity" else bytes(SLOT_BYTES)
-    payload = memoryview(bytearray(2 * frame.padded(SLOT_BYTES)))
-    coder = codecs.open(codec)
+    payload = memoryview(bytearray(2 * frame.padded_bytes(SLOT_BYTES)))
+    coder = codecs.codec_by_frame_id(codec)
     stored = coder.encode(memoryview(block), payload)
     header = memoryview(bytearray(frame.HEADER_BYTES))
     fields: dict[str, Any] = {
@@ -104,7 +107,7 @@ def frame_of(name: bytes, tenant: str = "default", codec: str = "identity", **ch
         "stored_sum": frame.checksum(payload[:stored]),
     }
     frame.pack_header(header, **{**fields, **change})
-    return bytes(header) + bytes(payload[: frame.padded(stored)])
+    return bytes(header) + bytes(payload[: frame.padded_bytes(stored)])
 
 
 def test_health_and_readiness(sidecar: ForkedSidecar) -> None:
@@ -145,7 +148,7 @@ def test_what_engines_save_http_reads_from_l2_and_from_disk(sidecar: ForkedSidec
             block = memoryview(bytearray(SLOT_BYTES))
             payload = memoryview(whole)[frame.HEADER_BYTES :]
             frame.verify_stored(header, payload)
-            codecs.open(header.codec).decode(payload[: header.stored_bytes], block)
+            codecs.codec_by_frame_id(header.codec).decode(payload[: header.stored_bytes], block)
             assert block == content(name)
         assert call(sidecar, "POST", "/v1/flush") == (200, {"flushed": True})
         assert call(sidecar, "POST", "/v1/clear?tier=l2") == (200, {"cleared": "l2"})
@@ -315,7 +318,7 @@ def test_transfers_are_bounded(sidecar: ForkedSidecar) -> None:
 
 
 def test_a_slow_upload_is_cut_off(tmp_path: Path) -> None:
-    sidecar = ForkedSidecar(tmp_path, {"limits": {"transfer_ms": 200}})
+    sidecar = ForkedSidecar(tmp_path, {"limits": {"http_transfer_timeout": 200}})
     connection = open_to(sidecar)
     connection.putrequest("PUT", block_path(BAD))
     connection.putheader("Content-Length", "9000")
@@ -365,14 +368,14 @@ def test_metrics(sidecar: ForkedSidecar) -> None:
     for state in ("free", "filling", "ready"):
         assert samples["kvstore_l2_slots", ("state", state)] == numbers["l2"][f"slots_{state}"]
     on_disk = ("tier", "disk")
-    assert samples["kvstore_hit_blocks_total", ("tier", "l2")] == numbers["hits"]["l2"] > 0
+    assert samples["kvstore_hit_blocks_total", ("tier", "l2")] == numbers["hit_blocks"]["l2"] > 0
     assert samples["kvstore_tier_blocks", on_disk] == numbers["tiers"]["disk"]["blocks"] > 0
     assert samples["kvstore_tier_capacity_bytes", on_disk] == 64 << 20
     assert samples["kvstore_tier_up", on_disk] == 1
     written = samples["kvstore_tier_transfer_bytes_total", ("direction", "write"), on_disk]
     assert written == numbers["tiers"]["disk"]["write_bytes"] > 0
     assert samples["kvstore_tier_checksum_failures_total", on_disk] == 0
-    assert samples["kvstore_spill_blocks_total", ("outcome", "written")] > 0
+    assert samples["kvstore_tier_write_blocks_total", ("result", "written")] > 0
     [(digest, codec)] = numbers["tiers"]["disk"]["codec"].items()
     assert digest == NAMESPACE.digest[:8]
     name, where = ("codec", codec["name"]), ("namespace", digest)
@@ -382,9 +385,9 @@ def test_metrics(sidecar: ForkedSidecar) -> None:
     assert encoded == codec["encode_rate"] > 0
     assert samples["kvstore_codec_changes_total", name, where, on_disk] == codec["changed"]
     assert samples["kvstore_sessions",] == 1
-    for verb in (("verb", "match"), ("verb", "load"), ("verb", "save"), ("verb", "commit")):
-        asked = samples["kvstore_verb_seconds_count", verb]
-        assert samples["kvstore_verb_seconds_bucket", ("le", "+Inf"), verb] == asked
-    assert samples["kvstore_verb_seconds_count", ("verb", "load")] > 0
+    for op in (("op", "match"), ("op", "load"), ("op", "save"), ("op", "commit")):
+        count = samples["kvstore_request_seconds_count", op]
+        assert samples["kvstore_request_seconds_bucket", ("le", "+Inf"), op] == count
+    assert samples["kvstore_request_seconds_count", ("op", "load")] > 0
     assert samples["kvstore_l2_slot_bytes",] == SLOT_BYTES
     assert sum(samples["kvstore_l2_slots", ("state", s)] for s in ("free", "ready")) == SLOTS

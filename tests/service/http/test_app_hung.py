@@ -17,10 +17,10 @@ from fastapi import HTTPException
 from sidecar_rig import LIMIT_S, NAMESPACE, SLOT_BYTES, SLOTS, content, hashes_of, put, wait_until
 
 from kvstore.blocks import frame
-from kvstore.service.auth import Tenants
-from kvstore.service.http.admin_routes import add_care
-from kvstore.service.http.app import CARE_AT_ONCE, CONTAINS_AT_ONCE, Service, build_app
-from kvstore.service.http.call_limits import Lane, answer_of
+from kvstore.service.access.auth import Tenants
+from kvstore.service.http.admin_routes import add_admin_routes
+from kvstore.service.http.app import MAX_ADMIN_CALLS, MAX_CONTAINS_CALLS, Service, build_app
+from kvstore.service.http.call_limits import Bulkhead, result_of
 from kvstore.shm.slab import Slab
 from kvstore.store.store import Store
 from kvstore.testing.faults import Fault, FaultyTier, always
@@ -51,11 +51,11 @@ class Side:
             stats=lambda: {"http": self.service.snapshot()},
             ready=lambda: True,
             max_transfers=TRANSFERS,
-            transfer_s=transfer_s,
-            flush_s=LIMIT_S,
+            transfer_timeout_s=transfer_s,
+            flush_timeout_s=LIMIT_S,
         )
         app = build_app(self.service)
-        add_care(app, self.service)
+        add_admin_routes(app, self.service)
         self._server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None))
         self._thread = threading.Thread(target=self._server.run)
         self._thread.start()
@@ -83,7 +83,7 @@ class Side:
         return self._callers.submit(function, *args)
 
     def taken(self) -> int:
-        return self.service.transfers.taken
+        return self.service.transfers.in_use
 
     def close(self) -> None:
         self.tier.release()
@@ -121,7 +121,8 @@ def test_reads_that_hang_leave_l2_and_care_alone(patient: Side) -> None:
     patient.tier.schedule = always(Fault.HUNG, "read", "contains")
     reads = [patient.begin(patient.get, BELOW) for _ in range(TRANSFERS - 1)]
     asks = [
-        patient.begin(patient.call, "POST", "/v1/contains", ASKED) for _ in range(CONTAINS_AT_ONCE)
+        patient.begin(patient.call, "POST", "/v1/contains", ASKED)
+        for _ in range(MAX_CONTAINS_CALLS)
     ]
     assert patient.tier.wait_hung(len(reads) + len(asks), LIMIT_S)
     assert patient.get(BELOW)[0] == 503
@@ -132,9 +133,9 @@ def test_reads_that_hang_leave_l2_and_care_alone(patient: Side) -> None:
     counts = patient.service.snapshot()
     del counts["requests"]
     assert counts == {
-        "transfers": TRANSFERS - 1,
-        "transfers_refused": 1,
-        "contains_refused": 1,
+        "max_http_transfers": TRANSFERS - 1,
+        "transfers_rejected": 1,
+        "contains_rejected": 1,
     }
     patient.tier.release()
     for read in reads:
@@ -148,9 +149,9 @@ def test_reads_that_hang_leave_l2_and_care_alone(patient: Side) -> None:
 def test_warming_that_hangs_leaves_care_alone(patient: Side) -> None:
     assert patient.call("POST", "/v1/clear?tier=l2") == (200, {"cleared": "l2"})
     patient.tier.schedule = always(Fault.HUNG, "read")
-    warm = patient.begin(patient.call, "POST", "/v1/warm", {"share": 0.5})
+    warm = patient.begin(patient.call, "POST", "/v1/warm", {"fraction": 0.5})
     assert patient.tier.wait_hung(1, LIMIT_S)
-    assert patient.call("POST", "/v1/warm", {"share": 0.5})[0] == 503
+    assert patient.call("POST", "/v1/warm", {"fraction": 0.5})[0] == 503
     assert patient.call("POST", "/v1/flush") == (200, {"flushed": True})
     assert patient.call("POST", "/v1/clear?tier=l2") == (200, {"cleared": "l2"})
     patient.tier.release()
@@ -175,7 +176,7 @@ def test_places_of_requests_that_hang_come_back_with_the_calls(brisk: Side) -> N
     brisk.tier.schedule = always(Fault.HUNG, "read", "contains")
     for _ in range(TRANSFERS - 1):
         assert brisk.get(BELOW)[0] == 504
-    for _ in range(CONTAINS_AT_ONCE):
+    for _ in range(MAX_CONTAINS_CALLS):
         assert brisk.call("POST", "/v1/contains", ASKED)[0] == 504
     assert brisk.get(BELOW)[0] == 503
     assert brisk.call("POST", "/v1/contains", ASKED)[0] == 503
@@ -188,7 +189,7 @@ def test_places_of_requests_that_hang_come_back_with_the_calls(brisk: Side) -> N
 def test_a_contains_request_has_its_place_before_its_body(patient: Side) -> None:
     """Else as many bodies as there are connections would lie in memory."""
     halves = []
-    for _ in range(CONTAINS_AT_ONCE):
+    for _ in range(MAX_CONTAINS_CALLS):
         connection = patient.connect()
         connection.putrequest("POST", "/v1/contains")
         connection.putheader("Content-Length", "1000")
@@ -203,7 +204,7 @@ def test_a_contains_request_has_its_place_before_its_body(patient: Side) -> None
 
 
 def test_a_contains_body_that_does_not_come_is_cut_off(brisk: Side) -> None:
-    for _ in range(CONTAINS_AT_ONCE + 1):
+    for _ in range(MAX_CONTAINS_CALLS + 1):
         connection = brisk.connect()
         connection.putrequest("POST", "/v1/contains")
         connection.putheader("Content-Length", "1000")
@@ -216,27 +217,27 @@ def test_a_lane_keeps_places_for_calls_nobody_waits_for() -> None:
     go = threading.Event()
 
     async def run() -> None:
-        lane = Lane("calls", CARE_AT_ONCE)
-        for _ in range(CARE_AT_ONCE):
-            lane.enter()
+        lane = Bulkhead("calls", MAX_ADMIN_CALLS)
+        for _ in range(MAX_ADMIN_CALLS):
+            lane.acquire()
             with pytest.raises(HTTPException) as late:
-                await answer_of(lane.start(go.wait, LIMIT_S), 0.01)
+                await result_of(lane.start(go.wait, LIMIT_S), 0.01)
             assert late.value.status_code == 504
         with pytest.raises(HTTPException) as full:
-            lane.enter()
-        assert (full.value.status_code, lane.refused) == (503, 1)
-        assert lane.join(time.monotonic()) == CARE_AT_ONCE, "the end does not wait for them"
+            lane.acquire()
+        assert (full.value.status_code, lane.rejected) == (503, 1)
+        assert lane.join(time.monotonic()) == MAX_ADMIN_CALLS, "the end does not wait for them"
         go.set()
         while lane.join(time.monotonic() + LIMIT_S):
             pass
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        lane.enter()
-        lane.leave()
-        lane.enter()
+        lane.acquire()
+        lane.release()
+        lane.acquire()
         with pytest.raises(ZeroDivisionError):
-            await answer_of(lane.start(lambda: 1 // 0), LIMIT_S)
+            await result_of(lane.start(lambda: 1 // 0), LIMIT_S)
         with pytest.raises(AssertionError, match="twice"):
-            lane.leave()
+            lane.release()
 
     asyncio.run(run())

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.browser
 
 def patient(socket: str, namespace: Namespace, **about: Any) -> Client:
     """A client that gives nothing up because the machine is busy."""
-    return Client(socket, namespace, reply_limit_s=LIMIT_S, **about)
+    return Client(socket, namespace, response_timeout_s=LIMIT_S, **about)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def loaded(
     tiers = disk(folder / "disk")["tiers"]
     tiers.append({"kind": "redis", "url": f"redis://{valkey.address}/0"})
     made = ForkedSidecar(
-        folder, {"tiers": tiers, "server": {"tokens": TOKENS, "admin_token": ADMIN}}
+        folder, {"tiers": tiers, "server": {"auth_tokens": TOKENS, "admin_auth_token": ADMIN}}
     )
     use(made)
     yield made
@@ -74,8 +74,8 @@ def use(sidecar: ForkedSidecar) -> None:
     """Prompts that share a front; more of them than L2 has slots."""
     front = hashes_of("front", 12)
     with (
-        patient(sidecar.socket, EVIL, token="token-a", route="chat") as one,
-        patient(sidecar.socket, NAMESPACE, token="token-b", route="rag") as two,
+        patient(sidecar.socket, EVIL, auth_token="token-a", traffic_label="chat") as one,
+        patient(sidecar.socket, NAMESPACE, auth_token="token-b", traffic_label="rag") as two,
     ):
         for client in (one, two):
             for number in range(5):
@@ -89,7 +89,7 @@ def use(sidecar: ForkedSidecar) -> None:
 
 def hit_is_sampled(sidecar: ForkedSidecar) -> bool:
     history = asked(sidecar, token=ADMIN)["history"]
-    return bool(history["hits"]["l2"][-1] > history["hits"]["l2"][0])
+    return bool(history["hit_tokens"]["l2"][-1] > history["hit_tokens"]["l2"][0])
 
 
 def request(
@@ -161,16 +161,16 @@ def test_who_sees_what(loaded: ForkedSidecar) -> None:
     for view in (own["users"], own["prefixes"]["chains"]):
         assert {each["tenant"] for each in view} == {"team-a"}
     assert set(own["slots"]) <= {"team-a"}
-    assert own["history"]["asked"][-1] < whole["history"]["asked"][-1]
+    assert own["history"]["lookup_tokens"][-1] < whole["history"]["lookup_tokens"][-1]
     chain = whole["prefixes"]["chains"][0]
     where = f"?tenant=team-a&namespace={EVIL.digest}&hash={hashes_of('front', 12)[-1].hex()}"
-    assert request(loaded, f"/v1/dashboard/run{where}", "token-a")[0].status == 401
-    answer, body = request(loaded, f"/v1/dashboard/run{where}", ADMIN)
+    assert request(loaded, f"/v1/dashboard/prefix{where}", "token-a")[0].status == 401
+    answer, body = request(loaded, f"/v1/dashboard/prefix{where}", ADMIN)
     assert answer.status == 200
     assert json.loads(body)["hashes"] == [name.hex() for name in hashes_of("front", 12)]
     assert chain["blocks"] == 12
     gone = where.replace(hashes_of("front", 12)[-1].hex(), "ab" * 32)
-    assert request(loaded, f"/v1/dashboard/run{gone}", ADMIN)[0].status == 404
+    assert request(loaded, f"/v1/dashboard/prefix{gone}", ADMIN)[0].status == 404
 
 
 def test_colours_can_be_read() -> None:
@@ -237,8 +237,8 @@ def test_a_script_that_got_in_would_not_run(browser: Browser, unused: ForkedSide
 
 def test_empty(browser: Browser, unused: ForkedSidecar) -> None:
     show(browser, unused)
-    assert "No engine has been here yet." in browser.text("#users")
-    assert "No prefix was asked for yet." in browser.text("#hot")
+    assert "No engine has connected yet." in browser.text("#users")
+    assert "No prefix has been looked up yet." in browser.text("#hot")
     assert "no rate is measured" in browser.text("#even")
     assert browser.faults() == []
 
@@ -307,7 +307,7 @@ def test_a_wrong_token_is_told(browser: Browser, loaded: ForkedSidecar) -> None:
     browser.run("sessionStorage.setItem('kvstore-token', 'wrong')")
     browser.open(f"{loaded.url}/dashboard?wrong")
     browser.until("document.querySelector('.notice.bad') !== null")
-    assert "the token is not known" in browser.text("#notices")
+    assert "does not know the auth token" in browser.text("#notices")
     browser.click("#access")
     browser.run(f"document.querySelector('#token').value = {json.dumps(ADMIN)}")
     browser.click("#ask .primary")
@@ -321,28 +321,28 @@ def test_pin_unpin_and_clear(browser: Browser, loaded: ForkedSidecar) -> None:
     browser.until(f"{pin.format('Pin')} !== undefined")
     browser.run(f"{pin.format('Pin')}.click()")
     browser.until("document.querySelector('#notices').textContent.includes('Pinned 12 of 12')")
-    assert loaded.stats(token="token-a")["l2"]["slots_pinned"] == 12
+    assert loaded.stats(auth_token="token-a")["l2"]["slots_pinned"] == 12
     browser.until(f"{pin.format('Unpin')} !== undefined")
     browser.run(f"{pin.format('Unpin')}.click()")
     browser.until("document.querySelector('#notices').textContent.includes('Unpinned 12')")
-    assert loaded.stats(token="token-a")["l2"]["slots_pinned"] == 0
+    assert loaded.stats(auth_token="token-a")["l2"]["slots_pinned"] == 0
     clear = '[aria-label="Clear l2"]'
     browser.click(clear)
-    assert "Everything in l2 goes" in browser.text("#sure")
+    assert "All blocks in l2 are deleted" in browser.text("#sure")
     # Asked again before the page has heard that the first question is over.
     browser.run(f"""{{
         document.querySelector('#sure [value=no]').click();
         document.querySelector('{clear}').click();
     }}""")
-    assert loaded.stats(token="token-a")["l2"]["slots_ready"] > 0
+    assert loaded.stats(auth_token="token-a")["l2"]["slots_ready"] > 0
     browser.click("#sure-yes")
     browser.until("document.querySelector('#notices').textContent.includes('Cleared l2')")
-    assert loaded.stats(token="token-a")["l2"]["slots_ready"] == 0
+    assert loaded.stats(auth_token="token-a")["l2"]["slots_ready"] == 0
     assert browser.faults() == []
 
 
 def test_break_even_follows_the_rate_that_is_given(browser: Browser, loaded: ForkedSidecar) -> None:
-    with patient(loaded.socket, NAMESPACE, token="token-b") as client:
+    with patient(loaded.socket, NAMESPACE, auth_token="token-b") as client:
         get(client, hashes_of("front", 12))  # from below: L2 was cleared
     show(browser, loaded, ADMIN)
     browser.until("document.querySelector('#even svg') !== null")
@@ -353,15 +353,15 @@ def test_break_even_follows_the_rate_that_is_given(browser: Browser, loaded: For
             " r.dispatchEvent(new Event('input')); })()"
         )
         said.append(browser.text("#even"))
-    assert "disk: from 4 tokens on." in said[0]
-    assert "disk: loading does not win." in said[1]
+    assert "disk: loading is faster from 4 tokens." in said[0]
+    assert "disk: loading is never faster." in said[1]
 
 
 def test_a_tier_that_is_down(
     browser: Browser, loaded: ForkedSidecar, valkey: redis_rig.Server, tmp_path: Path
 ) -> None:
     valkey.kill()
-    with patient(loaded.socket, NAMESPACE, token="token-b") as client:
+    with patient(loaded.socket, NAMESPACE, auth_token="token-b") as client:
 
         def is_down() -> bool:
             put(client, hashes_of(f"after {len(client_names)}", 2))

@@ -16,18 +16,18 @@ from sidecar_rig import (
     get,
     hashes_of,
     match,
-    merged,
+    merge,
     put,
     run_command,
     wait_until,
 )
 
 from kvstore.blocks.key import Key
-from kvstore.cli.common.sidecar_http import ask
+from kvstore.cli.common.sidecar_http import request_json
 from kvstore.cli.stats import changes
 from kvstore.errors import ConfigError, TierUnavailable
 from kvstore.ipc.client import Client
-from kvstore.service.http.listing import Wanted, listed
+from kvstore.service.http.listing import ListFilter, list_blocks
 from kvstore.shm.slab import Slab
 from kvstore.store.store import Store
 from kvstore.testing.processes import free_port
@@ -42,22 +42,22 @@ ADMIN = "of the admin"
 def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]:
     """team-a has five blocks in both tiers, team-b three; the first of team-a's is pinned."""
     folder = tmp_path_factory.mktemp("listing")
-    server = {"server": {"tokens": TOKENS, "admin_token": ADMIN}}
-    made = ForkedSidecar(folder, merged(disk(folder / "disk"), server))
+    server = {"server": {"auth_tokens": TOKENS, "admin_auth_token": ADMIN}}
+    made = ForkedSidecar(folder, merge(disk(folder / "disk"), server))
     for token, count in (("token-a", 5), ("token-b", 3)):
-        with Client(made.socket, NAMESPACE, token=token, wait_ready_s=30.0) as client:
+        with Client(made.socket, NAMESPACE, auth_token=token, connect_timeout_s=30.0) as client:
             put(client, hashes_of(token, count))
             assert client.sync(10.0)
             assert len(match(client, hashes_of(token, count))) == count
-    ask(made.url, "/v1/flush", {}, token=ADMIN)
+    request_json(made.url, "/v1/flush", {}, auth_token=ADMIN)
     body = {"hashes": [hashes_of("token-a", 1)[0].hex()], "tenant": "team-a"}
-    assert ask(made.url, "/v1/pin", body, token=ADMIN)["pinned"] == 1
+    assert request_json(made.url, "/v1/pin", body, auth_token=ADMIN)["pinned"] == 1
     yield made
     assert made.stop() == 0
 
 
 def ls(sidecar: ForkedSidecar, query: str = "", token: str | None = ADMIN) -> dict[str, Any]:
-    return ask(sidecar.url, f"/v1/ls?{query}", token=token)
+    return request_json(sidecar.url, f"/v1/ls?{query}", auth_token=token)
 
 
 def sums(answer: dict[str, Any]) -> dict[tuple[str, str], int]:
@@ -107,13 +107,13 @@ def test_blocks_one_by_one_within_a_bound(sidecar: ForkedSidecar) -> None:
 
 def test_the_most_recently_used_first(sidecar: ForkedSidecar) -> None:
     """A prefix outlives what follows it, so a run that was just asked for stands in its order."""
-    with Client(sidecar.socket, NAMESPACE, token="token-b", wait_ready_s=30.0) as client:
+    with Client(sidecar.socket, NAMESPACE, auth_token="token-b", connect_timeout_s=30.0) as client:
         put(client, hashes_of("fresh", 1))
         assert client.sync(10.0)
         wait_until(lambda: match(client, hashes_of("fresh", 1)), "the block")
         blocks = ls(sidecar, "tier=l2&tenant=team-b&blocks=true")["blocks"]
         assert blocks[0]["hash"] == hashes_of("fresh", 1)[0].hex()
-    ask(sidecar.url, "/v1/flush", {}, token=ADMIN)
+    request_json(sidecar.url, "/v1/flush", {}, auth_token=ADMIN)
 
 
 def test_a_tenant_sees_its_own_blocks_only(sidecar: ForkedSidecar) -> None:
@@ -142,7 +142,7 @@ def test_a_wrong_request_is_one_line(sidecar: ForkedSidecar, query: str, words: 
 
 
 def test_the_commands(sidecar: ForkedSidecar, tmp_path: Path) -> None:
-    where = ("--url", sidecar.url, "--token", ADMIN)
+    where = ("--url", sidecar.url, "--auth-token", ADMIN)
     code, out, err = run_command(tmp_path, "ls", "--tenant", "team-a", *where)
     assert (code, err) == (0, "")
     assert "team-a" in out
@@ -159,9 +159,9 @@ def test_the_commands(sidecar: ForkedSidecar, tmp_path: Path) -> None:
 
 
 def test_runs_that_were_asked_for(sidecar: ForkedSidecar, tmp_path: Path) -> None:
-    with Client(sidecar.socket, NAMESPACE, token="token-a", wait_ready_s=30.0) as client:
+    with Client(sidecar.socket, NAMESPACE, auth_token="token-a", connect_timeout_s=30.0) as client:
         assert len(get(client, hashes_of("token-a", 5))[0]) == 5
-    where = ("--url", sidecar.url, "--token", ADMIN, "--prefixes", "--tenant", "team-a")
+    where = ("--url", sidecar.url, "--auth-token", ADMIN, "--prefixes", "--tenant", "team-a")
 
     def run() -> dict[str, Any]:
         _, out, _ = run_command(tmp_path, "ls", *where, "--json")
@@ -171,7 +171,7 @@ def test_runs_that_were_asked_for(sidecar: ForkedSidecar, tmp_path: Path) -> Non
     wait_until(lambda: run()["prefixes"], "the run")
     report = run()
     assert sum(chain["blocks"] for chain in report["prefixes"]) == 5
-    assert report["prefixes"][0]["held"]["l2"] >= 1
+    assert report["prefixes"][0]["cached"]["l2"] >= 1
     code, out, _ = run_command(tmp_path, "ls", *where)
     assert code == 0
     assert "team-a" in out
@@ -181,10 +181,10 @@ def test_runs_that_were_asked_for(sidecar: ForkedSidecar, tmp_path: Path) -> Non
 def test_what_is_cleared_is_gone_and_nothing_without_a_yes(tmp_path: Path) -> None:
     sidecar = ForkedSidecar(tmp_path, disk(tmp_path / "disk"))
     where = ("--url", sidecar.url)
-    with Client(sidecar.socket, NAMESPACE, wait_ready_s=30.0) as client:
+    with Client(sidecar.socket, NAMESPACE, connect_timeout_s=30.0) as client:
         put(client, hashes_of("to go", 4))
         assert client.sync(10.0)
-        ask(sidecar.url, "/v1/flush", {})
+        request_json(sidecar.url, "/v1/flush", {})
         code, out, err = run_command(tmp_path, "clear", "all", *where)
         assert (code, out) == (2, "")
         assert "--yes" in err
@@ -217,7 +217,7 @@ def test_a_tier_that_cannot_be_listed_is_named_with_the_reason() -> None:
         with store.session(NAMESPACE) as session:
             put(session, hashes_of("x", 2))
         assert store.flush()
-        answer = listed(store, Wanted(None, None, None, False, 10))
+        answer = list_blocks(store, ListFilter(None, None, None, False, 10))
         assert sums(answer)["seen", "default"] == 2
         assert answer["unlisted"]["blind"] == "it keeps no list of its blocks"
         assert answer["unlisted"]["away"] == "nobody answers"
@@ -226,33 +226,33 @@ def test_a_tier_that_cannot_be_listed_is_named_with_the_reason() -> None:
 def test_watching_goes_on_through_a_restart(tmp_path: Path) -> None:
     port = free_port()
     sidecar = ForkedSidecar(tmp_path, {"server": {"port": port}})
-    where = ("--socket", sidecar.socket, "--watch", "--every", "0.1")
-    code, out, err = run_command(tmp_path, "stats", *where, "--times", "3", "--json")
+    where = ("--socket", sidecar.socket, "--watch", "--interval", "0.1")
+    code, out, err = run_command(tmp_path, "stats", *where, "--count", "3", "--json")
     assert (code, err) == (0, "")
     looks = [json.loads(line) for line in out.splitlines()]
     assert len(looks) == 3
     assert all(look["l2"]["slots"] > 0 for look in looks)
     assert looks[0]["at"] < looks[2]["at"]
-    code, out, _ = run_command(tmp_path, "stats", *where, "--times", "2")
+    code, out, _ = run_command(tmp_path, "stats", *where, "--count", "2")
     assert code == 0
     assert "a second: 0.0 blocks hit in l2" in " ".join(out.split())
     sidecar.kill()
-    code, out, _ = run_command(tmp_path, "stats", *where, "--times", "2", "--json")
+    code, out, _ = run_command(tmp_path, "stats", *where, "--count", "2", "--json")
     assert code == 0
     assert all("error" in json.loads(line) for line in out.splitlines())
-    code, out, err = run_command(tmp_path, "stats", *where, "--times", "2")
+    code, out, err = run_command(tmp_path, "stats", *where, "--count", "2")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    code, _, err = run_command(tmp_path, "stats", *where[:3], "--every", "0")
+    code, _, err = run_command(tmp_path, "stats", *where[:3], "--interval", "0")
     assert code == 2
-    assert "--every" in err
+    assert "--interval" in err
 
 
 def test_changes_by_the_second_count_from_zero_after_a_restart() -> None:
     def numbers(hits: int, read: int) -> dict[str, Any]:
         return {
-            "hits": {"l2": hits},
-            "l2": {"admitted": 10, "evictions": 0},
+            "hit_blocks": {"l2": hits},
+            "l2": {"stored": 10, "evictions": 0},
             "tiers": {"disk": {"read_bytes": read, "write_bytes": 0}},
         }
 

@@ -26,7 +26,7 @@ def main(socket_path: str, what: str, name: str, count: str) -> None:
     else:
         load = until_done(client, client.load(hashes))
         save = until_done(client, client.save(hashes_of(f"{name} unfilled", int(count))))
-        assert len(load.slots) == len(save.grants) == len(hashes)
+        assert len(load.slots) == len(save.slot_assignments) == len(hashes)
     print("ready", flush=True)
     time.sleep(600)
 

@@ -18,7 +18,7 @@ from sidecar_rig import (
     SLOT_BYTES,
     SLOTS,
     ForkedSidecar,
-    Raw,
+    RawClient,
     content,
     disk,
     get,
@@ -31,9 +31,9 @@ from sidecar_rig import (
 
 from kvstore.errors import ConfigError
 from kvstore.ipc.client import Client
-from kvstore.ipc.protocol import MAX_HASHES, PROTOCOL_VERSION, Verb, pack
-from kvstore.service.auth import Tenants
-from kvstore.service.ipc.socket_server import HotPath
+from kvstore.ipc.protocol import MAX_HASHES, PROTOCOL_VERSION, MessageType, pack
+from kvstore.service.access.auth import Tenants
+from kvstore.service.ipc.socket_server import SocketServer
 from kvstore.service.ipc.sockets import listen
 from kvstore.shm.slab import Slab
 from kvstore.store.store import Store
@@ -100,14 +100,14 @@ def test_a_killed_engine_gives_everything_back(sidecar: ForkedSidecar) -> None:
 
 def test_a_live_client_keeps_its_leases_whatever_it_does(sidecar: ForkedSidecar) -> None:
     """Garbage, silence, half a hang-up: nothing but its end frees a slot under a client."""
-    garbage, deaf, half = Raw(sidecar.socket), Raw(sidecar.socket), Raw(sidecar.socket)
+    garbage, deaf, half = RawClient(sidecar.socket), RawClient(sidecar.socket), RawClient(sidecar.socket)
     for number, raw in enumerate((garbage, deaf, half)):
         assert len(raw.save(1, hashes_of(f"raw {number}", 4))) == 4
     garbage.sock.sendall(b"\xff" * 1000)
     half.sock.shutdown(socket.SHUT_WR)
     # One that asks and never reads: its answers fill the socket, and then it is not read either.
     deaf.sock.settimeout(1.0)
-    endless = b"".join(pack(Verb.MATCH, number + 2, HASHES * 8) for number in range(10_000))
+    endless = b"".join(pack(MessageType.MATCH, number + 2, HASHES * 8) for number in range(10_000))
     with pytest.raises(TimeoutError):
         deaf.sock.sendall(endless)
     time.sleep(1.5)  # longer than the sidecar looks away from any connection
@@ -128,19 +128,19 @@ def test_a_live_client_keeps_its_leases_whatever_it_does(sidecar: ForkedSidecar)
     "message",
     [
         pack(99),
-        pack(Verb.WELCOME),
-        pack(Verb.MATCH, 1),
-        pack(Verb.MATCH, -1, []),
-        pack(Verb.MATCH, 1, "hash"),
-        pack(Verb.MATCH, 1, [b""]),
-        pack(Verb.MATCH, 1, [bytes(65)]),
-        pack(Verb.MATCH, 1, [b"x"] * (MAX_HASHES + 1)),
-        pack(Verb.LOAD, 7, HASHES),
-        pack(Verb.COMMIT, 1, 0),
-        pack(Verb.COMMIT, 7),
-        pack(Verb.COMMIT, 7, 1 << 63),
-        pack(Verb.COMMIT, 8, 0),
-        pack(Verb.RELEASE, 1),
+        pack(MessageType.WELCOME),
+        pack(MessageType.MATCH, 1),
+        pack(MessageType.MATCH, -1, []),
+        pack(MessageType.MATCH, 1, "hash"),
+        pack(MessageType.MATCH, 1, [b""]),
+        pack(MessageType.MATCH, 1, [bytes(65)]),
+        pack(MessageType.MATCH, 1, [b"x"] * (MAX_HASHES + 1)),
+        pack(MessageType.LOAD, 7, HASHES),
+        pack(MessageType.COMMIT, 1, 0),
+        pack(MessageType.COMMIT, 7),
+        pack(MessageType.COMMIT, 7, 1 << 63),
+        pack(MessageType.COMMIT, 8, 0),
+        pack(MessageType.RELEASE, 1),
         pack("match", 1),
         pack({}),
         pack(),
@@ -149,11 +149,11 @@ def test_a_live_client_keeps_its_leases_whatever_it_does(sidecar: ForkedSidecar)
     ],
 )
 def test_nonsense_ends_the_conversation_only(shared: ForkedSidecar, message: bytes) -> None:
-    raw = Raw(shared.socket)
+    raw = RawClient(shared.socket)
     slots = raw.save(7, HASHES)
-    raw.ask(Verb.LOAD, 8, HASHES)
+    raw.request(MessageType.LOAD, 8, HASHES)
     raw.sock.sendall(message)
-    raw.sock.sendall(pack(Verb.COMMIT, 7, len(slots)))  # is not read any more
+    raw.sock.sendall(pack(MessageType.COMMIT, 7, len(slots)))  # is not read any more
     time.sleep(0.1)
     assert l2(shared)["slots_filling"] == len(slots)
     raw.end()
@@ -161,22 +161,22 @@ def test_nonsense_ends_the_conversation_only(shared: ForkedSidecar, message: byt
 
 
 def test_a_commit_of_other_grants_publishes_nothing(sidecar: ForkedSidecar) -> None:
-    raw = Raw(sidecar.socket)
+    raw = RawClient(sidecar.socket)
     for number, wrong in enumerate((0, 7, 9)):
         assert len(raw.save(number, HASHES)) == 8
-        raw.sock.sendall(pack(Verb.COMMIT, number, wrong))
-        assert raw.ask(Verb.PING, 5) == [Verb.PONG, 5]
+        raw.sock.sendall(pack(MessageType.COMMIT, number, wrong))
+        assert raw.request(MessageType.PING, 5) == [MessageType.PONG, 5]
         assert l2(sidecar)["slots_free"] == SLOTS
     assert len(raw.save(9, HASHES)) == 8
-    raw.sock.sendall(pack(Verb.COMMIT, 9, 8))
-    assert raw.ask(Verb.MATCH, 10, HASHES)[4] == ["l2"] * 8
+    raw.sock.sendall(pack(MessageType.COMMIT, 9, 8))
+    assert raw.request(MessageType.MATCH, 10, HASHES)[4] == ["l2"] * 8
     raw.end()
 
 
 def test_tenants_by_token_share_nothing(tmp_path: Path) -> None:
     tokens = {"secret of a": "team-a", "other secret of a": "team-a", "secret of b": "team-b"}
-    sidecar = ForkedSidecar(tmp_path, {"server": {"tokens": tokens}})
-    clients = [Client(sidecar.socket, NAMESPACE, token=token) for token in tokens]
+    sidecar = ForkedSidecar(tmp_path, {"server": {"auth_tokens": tokens}})
+    clients = [Client(sidecar.socket, NAMESPACE, auth_token=token) for token in tokens]
     first, same, other = clients
     assert put(first, HASHES, "team-a") == 8
     assert first.sync(10.0)
@@ -188,7 +188,7 @@ def test_tenants_by_token_share_nothing(tmp_path: Path) -> None:
     assert get(other, HASHES)[0] == [content(name, "team-b") for name in HASHES]
     for wrong in (None, "", "secret", "secret of a "):
         with pytest.raises(ConfigError, match="token"):
-            Client(sidecar.socket, NAMESPACE, token=wrong)
+            Client(sidecar.socket, NAMESPACE, auth_token=wrong)
     with pytest.raises(ConfigError, match="token"):
         sidecar.stats()
     assert sidecar.stats("secret of b")["l2"]["slots"] == SLOTS
@@ -227,30 +227,30 @@ def about(**change: Any) -> bytes:
         "client": "raw",
         "pid": 1,
     }
-    return pack(Verb.HELLO, {**told, **change})
+    return pack(MessageType.HELLO, {**told, **change})
 
 
 @pytest.mark.parametrize(
     ("first", "words"),
     [
         (about(version=PROTOCOL_VERSION + 1), "protocol"),
-        (about(digest="0" * 32), "contradicts"),
-        (about(namespace={**asdict(NAMESPACE), "revision": "x"}), "contradicts"),
+        (about(digest="0" * 32), "does not match its namespace"),
+        (about(namespace={**asdict(NAMESPACE), "revision": "x"}), "does not match its namespace"),
         (about(namespace={**asdict(NAMESPACE), "layers": "2"}), "layers"),
         (about(namespace={**asdict(NAMESPACE), "layers": 0}), "layers"),
         (about(namespace={**asdict(NAMESPACE), "unknown": 1}), "fields"),
         (about(namespace=None), "fields"),
-        (pack(Verb.HELLO, None), "hello"),
-        (pack(Verb.MATCH, 1, []), "hello"),
-        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "at most"),
+        (pack(MessageType.HELLO, None), "hello"),
+        (pack(MessageType.MATCH, 1, []), "hello"),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "exceeds the maximum"),
     ],
 )
 def test_a_bad_hello_is_refused_in_one_line(
     shared: ForkedSidecar, first: bytes, words: str
 ) -> None:
-    raw = Raw(shared.socket, first)
+    raw = RawClient(shared.socket, first)
     verb, text, again = raw.welcome
-    assert (verb, again) == (Verb.REFUSED, False)
+    assert (verb, again) == (MessageType.REJECTED, False)
     assert words in text
     assert "\n" not in text
     assert raw.sock.recv(1) == b""
@@ -258,12 +258,12 @@ def test_a_bad_hello_is_refused_in_one_line(
 
 
 def test_too_many_clients_may_come_again(tmp_path: Path) -> None:
-    sidecar = ForkedSidecar(tmp_path, {"limits": {"clients": 2, "hello_ms": "200ms"}})
+    sidecar = ForkedSidecar(tmp_path, {"limits": {"max_clients": 2, "handshake_timeout": "200ms"}})
     # One that never says who it is does not keep its place.
     mute = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mute.connect(sidecar.socket)
-    first = Client(sidecar.socket, NAMESPACE, wait_ready_s=10.0)
-    second = Client(sidecar.socket, NAMESPACE, wait_ready_s=10.0)
+    first = Client(sidecar.socket, NAMESPACE, connect_timeout_s=10.0)
+    second = Client(sidecar.socket, NAMESPACE, connect_timeout_s=10.0)
     third = Client(sidecar.socket, NAMESPACE)
     assert not third.connected
     assert "2 clients" in third.match(HASHES).fault
@@ -307,7 +307,9 @@ def test_blocks_of_more_than_one_size_share_a_slab(sidecar: ForkedSidecar) -> No
 def test_stopping_gives_no_slot_to_anybody_else(tmp_path: Path) -> None:
     store = Store(Slab.create(SLOTS, SLOT_BYTES))
     listener = listen(str(tmp_path / "socket"))
-    hot = HotPath(store, listener, tenants=Tenants({}), max_clients=4, hello_s=10.0, stats=dict)
+    hot = SocketServer(
+        store, listener, tenants=Tenants({}), max_clients=4, handshake_timeout_s=10.0, stats=dict
+    )
     hot.start()
     other = store.session(NAMESPACE)  # as a connection that is ended last
     with Client(str(tmp_path / "socket"), NAMESPACE) as client:
@@ -315,5 +317,7 @@ def test_stopping_gives_no_slot_to_anybody_else(tmp_path: Path) -> None:
         until_done(client, client.load(HASHES))
         hot.stop()
         assert store.stats()["l2"]["slots_leased"] == 0
-        assert other.save(hashes_of("late", 2)).grants == [], "an engine may still read that slot"
+        assert other.save(hashes_of("late", 2)).slot_assignments == [], (
+            "an engine may still read that slot"
+        )
     store.close()

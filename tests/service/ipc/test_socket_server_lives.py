@@ -19,17 +19,17 @@ from sidecar_rig import (
     SLOT_BYTES,
     SLOTS,
     ForkedSidecar,
-    Raw,
-    Stranger,
+    RawClient,
+    PeerProcess,
     hashes_of,
     put,
     wait_until,
 )
 
 from kvstore.ipc.client import Client
-from kvstore.ipc.protocol import Receiver, Verb, hello, pack
-from kvstore.service.auth import Tenants
-from kvstore.service.ipc.socket_server import HotPath
+from kvstore.ipc.protocol import MessageType, Receiver, pack, pack_hello
+from kvstore.service.access.auth import Tenants
+from kvstore.service.ipc.socket_server import SocketServer
 from kvstore.service.ipc.sockets import Peer, listen
 from kvstore.shm.slab import Slab
 from kvstore.store.store import Store
@@ -54,7 +54,7 @@ def filling(sidecar: ForkedSidecar) -> int:
 
 def test_a_hang_up_frees_nothing_while_the_process_lives(sidecar: ForkedSidecar) -> None:
     """Its device may still copy: the socket of a dying process closes before the device's file."""
-    raw = Raw(sidecar.socket)
+    raw = RawClient(sidecar.socket)
     assert len(raw.save(1, HASHES)) == 4
     raw.sock.close()
     time.sleep(0.3)
@@ -65,10 +65,10 @@ def test_a_hang_up_frees_nothing_while_the_process_lives(sidecar: ForkedSidecar)
 
 
 def test_without_leases_a_hang_up_is_enough(sidecar: ForkedSidecar) -> None:
-    raw = Raw(sidecar.socket)
+    raw = RawClient(sidecar.socket)
     slots = raw.save(1, HASHES)
-    raw.sock.sendall(pack(Verb.COMMIT, 1, len(slots)))
-    raw.ask(Verb.MATCH, 2, HASHES)
+    raw.sock.sendall(pack(MessageType.COMMIT, 1, len(slots)))
+    raw.request(MessageType.MATCH, 2, HASHES)
     raw.sock.close()
     wait_until(lambda: not sidecar.stats()["sessions"], "the session is closed")
     raw.end()
@@ -78,11 +78,11 @@ def test_without_leases_a_hang_up_is_enough(sidecar: ForkedSidecar) -> None:
 def test_a_bye_is_enough_even_of_one_who_does_not_hear_the_answers(
     sidecar: ForkedSidecar,
 ) -> None:
-    raw = Raw(sidecar.socket)
+    raw = RawClient(sidecar.socket)
     assert len(raw.save(1, HASHES)) == 4
     sidecar.suspend()
-    asked = b"".join(pack(Verb.MATCH, number, HASHES) for number in range(2, 50))
-    raw.sock.sendall(asked + pack(Verb.BYE))
+    asked = b"".join(pack(MessageType.MATCH, number, HASHES) for number in range(2, 50))
+    raw.sock.sendall(asked + pack(MessageType.GOODBYE))
     raw.sock.close()  # what the sidecar answers finds nobody
     sidecar.resume()
     wait_until(lambda: filling(sidecar) == 0, "its slots are free")
@@ -96,9 +96,9 @@ def test_a_hand_back_that_cannot_be_leaves_the_lease_known(sidecar: ForkedSideca
     with Client(sidecar.socket, NAMESPACE) as client:
         put(client, HASHES)
         assert client.sync(10.0)
-    raw = Raw(sidecar.socket)
-    assert len(raw.ask(Verb.LOAD, 1, HASHES)[5]) == 4
-    raw.sock.sendall(pack(Verb.COMMIT, 1, 4))
+    raw = RawClient(sidecar.socket)
+    assert len(raw.request(MessageType.LOAD, 1, HASHES)[5]) == 4
+    raw.sock.sendall(pack(MessageType.COMMIT, 1, 4))
     raw.sock.close()
     time.sleep(0.3)
     assert sidecar.stats()["l2"]["slots_leased"] == 4
@@ -108,7 +108,7 @@ def test_a_hand_back_that_cannot_be_leaves_the_lease_known(sidecar: ForkedSideca
 
 
 def test_the_end_of_the_sidecar_waits_for_no_client(sidecar: ForkedSidecar) -> None:
-    hung_up, connected = Raw(sidecar.socket), Raw(sidecar.socket)
+    hung_up, connected = RawClient(sidecar.socket), RawClient(sidecar.socket)
     for number, raw in enumerate((hung_up, connected)):
         assert len(raw.save(1, hashes_of(f"open {number}", 4))) == 4
     hung_up.sock.close()
@@ -120,11 +120,11 @@ def test_the_end_of_the_sidecar_waits_for_no_client(sidecar: ForkedSidecar) -> N
 def test_a_process_is_waited_for(tmp_path: Path) -> None:
     never, _far_end = socket.socketpair()
     with listen(str(tmp_path / "socket")) as listener:
-        stranger = Stranger(str(tmp_path / "socket"))
+        stranger = PeerProcess(str(tmp_path / "socket"))
         sock, _ = listener.accept()
         peer = Peer(sock)
         assert peer.known
-        waiting = threading.Thread(target=peer.await_end, args=(never.fileno(),))
+        waiting = threading.Thread(target=peer.wait_for_exit, args=(never.fileno(),))
         waiting.start()
         stranger.sock.close()
         time.sleep(0.1)
@@ -146,7 +146,7 @@ def test_a_process_that_is_not_shown_is_not_waited_for() -> None:
         far, _ = listener.accept()
         peer = Peer(far)
         assert not peer.known
-        peer.await_end(never.fileno())
+        peer.wait_for_exit(never.fileno())
         peer.close()
         near.close()
         far.close()
@@ -179,12 +179,12 @@ class Served:
         self.path = str(folder / "socket")
         self.store = Store(Slab.create(SLOTS, SLOT_BYTES))
         self.listener: Any = Refusing(listen(self.path), errors)
-        self.hot = HotPath(
+        self.hot = SocketServer(
             self.store,
             self.listener,
             tenants=Tenants({}),
             max_clients=2,
-            hello_s=LIMIT_S,
+            handshake_timeout_s=LIMIT_S,
             stats=dict,
         )
         self.hot.start()
@@ -192,7 +192,7 @@ class Served:
 
     def check_serves(self) -> None:
         self._rounds += 1
-        with Client(self.path, NAMESPACE, wait_ready_s=LIMIT_S) as client:
+        with Client(self.path, NAMESPACE, connect_timeout_s=LIMIT_S) as client:
             assert put(client, hashes_of(f"round {self._rounds}", 4)) == 4
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ def test_a_client_that_gets_no_reader_is_told_to_come_again(tmp_path: Path) -> N
         sock.connect(served.path)
         receiver = Receiver(sock)
         verb, _, again = receiver.read() or [None, None, None]
-        assert (verb, again) == (Verb.REFUSED, True)
+        assert (verb, again) == (MessageType.REJECTED, True)
         assert receiver.read() is None
     for _ in range(3):  # more than clients may be: none has kept a place
         served.check_serves()
@@ -241,10 +241,10 @@ def test_a_client_that_gets_no_pusher_leaves_no_session(tmp_path: Path) -> None:
             "it has a reader",
         )
         with no_more_threads():
-            sock.sendall(hello(NAMESPACE, None, "raw", 1))
+            sock.sendall(pack_hello(NAMESPACE, None, "raw", 1))
             receiver = Receiver(sock)
             verb, *_ = receiver.read() or [None]
-            assert verb == Verb.WELCOME
+            assert verb == MessageType.WELCOME
             assert receiver.read() is None, "it may dial again"
         assert not served.store.stats()["sessions"]
     for _ in range(3):

@@ -1,7 +1,7 @@
 """`KVStoreConnector`: vLLM's connector interface over `SchedulerSide` and `WorkerSide`.
 
-vLLM makes two of it for each engine: one in the scheduler's process, one for each worker. Loads
-and saves are asynchronous. vLLM's own hashes name the blocks.
+vLLM creates one in the scheduler's process and one for each worker. Loads and saves are
+asynchronous. The blocks have vLLM's own hashes.
 """
 
 from __future__ import annotations
@@ -29,59 +29,59 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore.blocks.key import Namespace
 from kvstore.config.settings import hash_seed
-from kvstore.connectors.vllm.connector.metadata import StepPlan, StepReport
-from kvstore.connectors.vllm.connector.metrics import Growth, StorePromMetrics, StoreStats
-from kvstore.connectors.vllm.connector.rank_stores import RankStores
-from kvstore.connectors.vllm.connector.scheduler import SchedulerSide
-from kvstore.connectors.vllm.connector.worker import WorkerSide
-from kvstore.connectors.vllm.lora import Adapters
-from kvstore.connectors.vllm.namespace import (
+from kvstore.connectors.vllm.common.open_store import open_store
+from kvstore.connectors.vllm.common.settings import connector_settings
+from kvstore.connectors.vllm.connector.lora import Adapters
+from kvstore.connectors.vllm.connector.metadata import StepMetadata, StepResult
+from kvstore.connectors.vllm.connector.metrics import CounterDeltas, StorePromMetrics, StoreStats
+from kvstore.connectors.vllm.connector.namespace import (
     check_embedded,
     check_outermost,
     hashes_per_block,
     namespaces_of,
     set_engine_flags,
 )
-from kvstore.connectors.vllm.open_store import open_store
-from kvstore.connectors.vllm.settings import connector_settings
+from kvstore.connectors.vllm.connector.rank_stores import RankStores
+from kvstore.connectors.vllm.connector.scheduler import SchedulerSide
+from kvstore.connectors.vllm.connector.worker import WorkerSide
 
 log = logging.getLogger("vllm.kvstore")
 
-SOURCES: Final = {"l2": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
-"""vLLM's names of our tiers; others are "external_unspecified"."""
+HIT_SOURCES: Final = {"l2": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+"""vLLM's names of kvstore's tiers. All other tiers are "external_unspecified"."""
 
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):
-    """The plan on its way to the workers."""
+class ConnectorMetadata(KVConnectorMetadata):
+    """The metadata of a step for the workers."""
 
-    plan: StepPlan = field(default_factory=StepPlan)
+    step: StepMetadata = field(default_factory=StepMetadata)
 
 
 @dataclass
-class WorkerNews(KVConnectorWorkerMetadata):
-    """What the scheduler's side wants to know besides what vLLM carries: the workers' together.
+class WorkerMetadata(KVConnectorWorkerMetadata):
+    """Results of all workers for the scheduler's side that vLLM itself does not pass on.
 
-    saved: in how many workers these saves have ended.
+    saved: number of workers in which these saves have ended.
     """
 
     failed: set[str] = field(default_factory=set)
     saved: Counter[tuple[str, int]] = field(default_factory=Counter)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
-        assert isinstance(other, WorkerNews), "news of one connector"
-        return WorkerNews(self.failed | other.failed, self.saved + other.saved)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        assert isinstance(other, WorkerMetadata), "metadata of this connector"
+        return WorkerMetadata(self.failed | other.failed, self.saved + other.saved)
 
 
 @dataclass
-class WorkerNamespace(KVConnectorHandshakeMetadata):
-    """Where a worker keeps blocks: told to the scheduler's side once, at the start."""
+class NamespaceHandshake(KVConnectorHandshakeMetadata):
+    """Namespace of a worker's blocks, sent to the scheduler's side once at the start."""
 
     namespace: Namespace
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module. Configured by `kv_connector_extra_config`: `settings.ConnectorSettings`."""
+    """See the module. `kv_connector_extra_config` has the keys of `ConnectorSettings`."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -90,17 +90,17 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = connector_settings(self._kv_transfer_config.kv_connector_extra_config)
         if self._settings.embedded is not None:
             check_embedded(vllm_config.parallel_config)
-        engines = get_current_vllm_config_or_none()  # set where workers begin
-        if engines is not None and engines.kv_transfer_config is not None:
-            check_outermost(self._kv_transfer_config, engines.kv_transfer_config)
+        current = get_current_vllm_config_or_none()  # set when a worker starts
+        if current is not None and current.kv_transfer_config is not None:
+            check_outermost(self._kv_transfer_config, current.kv_transfer_config)
         self._namespaces = namespaces_of(
             vllm_config, kv_cache_config, self._settings, fnuz=current_platform.is_fp8_fnuz()
         )
-        self._open = ExitStack()
-        self._growth = Growth()
+        self._open_stores = ExitStack()
+        self._deltas = CounterDeltas()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._report = StepReport()
+        self._result = StepResult()
         self._sources: dict[CacheHitSource, int] = {}
         if role == KVConnectorRole.SCHEDULER:
             for line in set_engine_flags(vllm_config, hash_seed()):
@@ -109,21 +109,21 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A lost save is a miss later, nothing more."""
+        """False: a lost save is only a later miss."""
         return False
 
     # Both sides.
 
     def shutdown(self) -> None:
-        """Wait for running copies, hand back every lease, disconnect."""
+        """Wait for running copies, release every lease, disconnect."""
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
-        self._open.close()
+        self._open_stores.close()
 
     def get_kv_connector_stats(self) -> StoreStats | None:
         side = self._scheduler or self._worker
-        return self._growth.since(side.counts()) if side is not None else None
+        return self._deltas.since(side.counts()) if side is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> StoreStats:
@@ -144,15 +144,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        tokens = self._scheduling.match(request, num_computed_tokens)
+        tokens = self._scheduler_side.match(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         (block_ids,) = blocks.get_block_ids()
-        tiers = self._scheduling.allocated(request, block_ids, num_external_tokens)
+        tiers = self._scheduler_side.start_load(request, block_ids, num_external_tokens)
         self._sources = {}
         for tier, tokens in tiers.items():
-            source = SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            source = HIT_SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
             self._sources[source] = self._sources.get(source, 0) + tokens
 
     def get_external_cache_hit_sources(
@@ -160,55 +160,55 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> dict[CacheHitSource, int]:
         return self._sources if num_external_tokens else {}
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> ConnectorMetadata:
         tables = scheduler_output.kv_connector_block_state
         counts = scheduler_output.num_scheduled_tokens
         cached = scheduler_output.scheduled_cached_reqs
         new = scheduler_output.scheduled_new_reqs
         before = [(each.req_id, each.num_computed_tokens) for each in new]
         before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        plan = self._scheduling.plan(
+        step = self._scheduler_side.build_step_metadata(
             [(request_id, computed + counts[request_id]) for request_id, computed in before],
             lambda request_id: tables.get_block_ids(request_id)[0],
             scheduler_output.preempted_req_ids or (),
         )
-        return StepMetadata(plan)
+        return ConnectorMetadata(step)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        news = connector_output.kv_connector_worker_meta
-        news = news if isinstance(news, WorkerNews) else WorkerNews()
+        metadata = connector_output.kv_connector_worker_meta
+        metadata = metadata if isinstance(metadata, WorkerMetadata) else WorkerMetadata()
         recved = connector_output.finished_recving or ()
-        self._scheduling.heard(recved, news.failed, news.saved)
+        self._scheduler_side.update_from_workers(recved, metadata.failed, metadata.saved)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finished(request), None
+        return self._scheduler_side.finish_request(request), None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduling.finished(request), None
+        return self._scheduler_side.finish_request(request), None
 
     def reset_cache(self) -> bool:
-        return self._scheduling.reset()
+        return self._scheduler_side.reset()
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Look where the workers keep blocks. Some models change their configuration while they
-        are loaded: of workers in processes of their own, nobody else sees what it has become."""
-        told = {
+        """Adopt the namespaces of the workers. Some models change their configuration while they
+        load; if a worker is a separate process, only that worker sees the change."""
+        namespaces = {
             rank: each.namespace
             for rank, each in metadata.items()
-            if isinstance(each, WorkerNamespace)
+            if isinstance(each, NamespaceHandshake)
         }
-        theirs = [told.get(rank, ours) for rank, ours in enumerate(self._namespaces)]
-        if theirs == self._namespaces:
+        updated = [namespaces.get(rank, ours) for rank, ours in enumerate(self._namespaces)]
+        if updated == self._namespaces:
             return
-        self._scheduling.close()
-        self._open.close()
-        self._namespaces = theirs
+        self._scheduler_side.close()
+        self._open_stores.close()
+        self._namespaces = updated
         self._scheduler = self._make_scheduler()
 
     # The worker's side.
@@ -220,25 +220,25 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             engine=self._kv_transfer_config.engine_id,
             name=f"vllm worker {self._rank}",
         )
-        self._open.callback(opened.close)
+        self._open_stores.callback(opened.close)
         self._worker = WorkerSide(
             opened.store,
             kv_caches,
             self._kv_cache_config.num_blocks,
-            save_ms=self._settings.save_ms,
+            max_save_wait_ms=self._settings.max_save_wait,
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         if get_kv_transfer_group() is not self:
-            return None  # a MultiConnector would hand it to every connector, in place of theirs
-        return WorkerNamespace(self._namespaces[self._rank])
+            return None  # a MultiConnector would give it to every connector, replacing theirs
+        return NamespaceHandshake(self._namespaces[self._rank])
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, StepMetadata), "metadata of this connector"
-        self._working.begin(kv_connector_metadata.plan)
+        assert isinstance(kv_connector_metadata, ConnectorMetadata), "metadata of this connector"
+        self._worker_side.handle_preemptions(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._working.start_loads(self._step_plan())
+        self._worker_side.start_loads(self._step_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return None
@@ -249,44 +249,44 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return None
 
     def wait_for_save(self) -> None:
-        self._working.start_saves(self._step_plan())
+        self._worker_side.start_saves(self._step_metadata())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        self._report = self._working.collect(self._step_plan())
+        self._result = self._worker_side.collect(self._step_metadata())
         return KVConnectorTransferResults(
-            finished_sending=self._report.sent, finished_recving=self._report.recved
+            finished_sending=self._result.sent, finished_recving=self._result.recved
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._report.bad_blocks
+        return self._result.bad_blocks
 
-    def build_connector_worker_meta(self) -> WorkerNews | None:
-        failed, saved = self._report.failed, self._report.saved
-        return WorkerNews(failed, Counter(saved)) if failed or saved else None
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        failed, saved = self._result.failed, self._result.saved
+        return WorkerMetadata(failed, Counter(saved)) if failed or saved else None
 
     # Inside.
 
     @property
-    def _scheduling(self) -> SchedulerSide:
+    def _scheduler_side(self) -> SchedulerSide:
         assert self._scheduler is not None, "a call for the scheduler's side"
         return self._scheduler
 
     @property
-    def _working(self) -> WorkerSide:
+    def _worker_side(self) -> WorkerSide:
         assert self._worker is not None, "a call for a worker's side, after register_kv_caches"
         return self._worker
 
     @property
     def _rank(self) -> int:
-        """A worker's, of tensor parallelism."""
+        """Tensor-parallel rank of this worker."""
         parallel = self._vllm_config.parallel_config
         rank: int = parallel.rank % parallel.tensor_parallel_size
         return rank
 
-    def _step_plan(self) -> StepPlan:
+    def _step_metadata(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata), "metadata of this connector"
-        return metadata.plan
+        assert isinstance(metadata, ConnectorMetadata), "metadata of this connector"
+        return metadata.step
 
     def _make_scheduler(self) -> SchedulerSide:
         settings = self._settings
@@ -298,15 +298,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 engine=self._kv_transfer_config.engine_id,
                 name="vllm scheduler",
             )
-            self._open.callback(opened.close)
+            self._open_stores.callback(opened.close)
             stores.append(opened.store)
-        where = settings.socket if settings.embedded is None else "a store in this process"
-        log.info("kvstore: %s, namespace %s", where, self._namespaces[0].digest)
+        address = settings.socket if settings.embedded is None else "a store in this process"
+        log.info("kvstore: %s, namespace %s", address, self._namespaces[0].digest)
         return SchedulerSide(
             stores[0] if len(stores) == 1 else RankStores(stores),
             policy=settings.policy(),
-            deadline_ms=settings.prefetch.cap_ms,
-            min_load_tokens=settings.prefetch.min_tokens,
+            max_wait_ms=settings.prefetch.max_wait,
+            min_load_tokens=settings.prefetch.min_load_tokens,
             adapters=Adapters(),
             hashes_per_block=hashes_per_block(
                 self._kv_cache_config, self._namespaces[0].block_tokens

@@ -1,4 +1,4 @@
-"""The connector's metrics, in vLLM's own: per interval in its log, as counters on /metrics."""
+"""The connector's metrics in vLLM: per interval in its log, and as counters on /metrics."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvstore.connectors.vllm.connector.metadata import CONNECTED
 
 CONNECTS, DISCONNECTS = "connects", "disconnects"
-"""Two counters instead of a gauge: vLLM adds up what ranks and processes tell."""
+"""Two counters instead of a gauge, because vLLM adds up the values of ranks and processes."""
 COUNTERS: Final = {
-    "blocks_loaded": "blocks brought into the engine's KV",
-    "bytes_loaded": "bytes brought into the engine's KV",
-    "load_us": "microseconds that loads took, from plan to end",
-    "blocks_failed": "blocks of loads that were computed instead",
-    "loads_failed": "requests whose load lacked a block in some rank",
-    "loads_past_deadline": "loads cut at their deadline",
-    "saves": "saves that the store was asked for",
-    "blocks_saved": "blocks the store took",
-    "bytes_saved": "bytes the store took",
-    "blocks_refused": "blocks of saves that found no slot",
-    "saves_dropped": "saves that were not asked, too many being under way",
-    "saves_failed": "saves that ended in a fault of the store, an absent sidecar among them",
-    "saves_past_deadline": "saves given up at their deadline",
-    "saves_cut_by_preemption": "saves given up because their blocks were taken",
-    "matches": "questions what is held of a prompt",
-    "hits": "questions answered by a run",
-    "misses": "questions answered by nothing",
-    "matches_failed": "misses because the store could not answer, an absent sidecar among them",
-    "waits_cut_by_deadline": "waits for lower tiers ended by the deadline",
-    "waits_cut_by_policy": "waits for lower tiers ended by the policy",
-    "copies_failed": "copies that ended in an error",
-    "copies_dropped": "copies that were not made, too many being under way",
-    "store_faults": "verbs that broke the store's promise not to raise",
-    CONNECTS: "connections made to the store: the scheduler's and each rank's",
-    DISCONNECTS: "connections lost; without the connections made they leave those there are",
+    "blocks_loaded": "blocks loaded into the engine's KV",
+    "bytes_loaded": "bytes loaded into the engine's KV",
+    "load_us": "duration of loads in microseconds, from the scheduler's decision to the end",
+    "blocks_failed": "blocks that could not be loaded and were computed",
+    "loads_failed": "requests whose load missed a block in some rank",
+    "loads_timed_out": "loads truncated after the maximum wait",
+    "saves": "saves sent to the store",
+    "blocks_saved": "blocks saved in the store",
+    "bytes_saved": "bytes saved in the store",
+    "blocks_dropped": "blocks not saved because no slot was free",
+    "saves_dropped": "saves dropped because too many were under way",
+    "saves_failed": "saves that failed with an error of the store, such as a missing sidecar",
+    "saves_timed_out": "saves dropped after the maximum wait for slots",
+    "saves_preempted": "saves dropped because vLLM preempted the request",
+    "lookups": "lookups of prompts",
+    "hits": "lookups with at least one cached block",
+    "misses": "lookups without a cached block",
+    "lookups_failed": "misses because the store could not answer, such as a missing sidecar",
+    "waits_timed_out": "waits for lower tiers that ended after the maximum wait",
+    "waits_ended_by_policy": "waits for lower tiers that the prefetch policy ended",
+    "copies_failed": "copies that failed",
+    "copies_dropped": "copies dropped because too many were queued",
+    "store_errors": "exceptions raised by the store",
+    CONNECTS: "connections to the store, of the scheduler and of each rank",
+    DISCONNECTS: "connections lost; connects minus disconnects is the number of open connections",
 }
-"""What is told, of `WorkerSide.counts` and `SchedulerSide.counts`."""
+"""Counts of `WorkerSide.counts` and `SchedulerSide.counts` that are exported, with their help."""
 
 
 @dataclass
 class StoreStats(KVConnectorStats):
-    """Growth of the counters since the last interval; only what has grown is in it."""
+    """Increments of the counters since the last interval; only those that are not zero."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> StoreStats:
-        for name, grown in other.data.items():
-            self.data[name] = self.data.get(name, 0) + grown
+        for name, increment in other.data.items():
+            self.data[name] = self.data.get(name, 0) + increment
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -64,24 +64,24 @@ class StoreStats(KVConnectorStats):
         return not self.data
 
 
-class Growth:
-    """Turns counts since the start into their growth since the last call."""
+class CounterDeltas:
+    """Turns counts since the start into increments since the last call."""
 
     def __init__(self) -> None:
         self._before: dict[str, int] = {}
 
     def since(self, counts: Mapping[str, int]) -> StoreStats | None:
-        """None when nothing has grown."""
-        grown = {
+        """Increments since the last call; None without any."""
+        increments = {
             name: counts[name] - self._before.get(name, 0)
             for name in COUNTERS
             if counts.get(name, 0) != self._before.get(name, 0)
         }
         changed = counts[CONNECTED] - self._before.get(CONNECTED, 0)
         if changed:
-            grown[CONNECTS if changed > 0 else DISCONNECTS] = 1
+            increments[CONNECTS if changed > 0 else DISCONNECTS] = 1
         self._before = dict(counts)
-        return StoreStats(grown) if grown else None
+        return StoreStats(increments) if increments else None
 
 
 class StorePromMetrics(KVConnectorPromMetrics):
@@ -107,6 +107,6 @@ class StorePromMetrics(KVConnectorPromMetrics):
             }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, grown in transfer_stats_data.items():
+        for name, increment in transfer_stats_data.items():
             if name in self._counters:
-                self._counters[name][engine_idx].inc(grown)
+                self._counters[name][engine_idx].inc(increment)

@@ -1,11 +1,11 @@
-"""The scheduler's side: what is held of a prompt, when to load it, which blocks to save.
+"""The scheduler's side: looks up prompts, decides when to load them and which blocks to save.
 
-It runs inside vLLM's scheduler and never waits. A waiting request's run is brought into L2 under
-lease by `Attempts` (the policy and the deadline live there); once vLLM has given it blocks, the
-workers load those by their own connections, and the lease here ends when they have. So nothing is
-evicted between the two, and a worker or a scheduler that dies takes only its own leases along.
+It runs inside vLLM's scheduler and never waits. `PendingLookups` leases the cached prefix of a
+waiting request in L2, under the prefetch policy and the maximum wait. Once vLLM has allocated
+blocks for it, the workers load them over their own connections; then the lease here ends. So no
+block is evicted in between, and a worker or scheduler that dies loses only its own leases.
 
-Requests are vLLM's, of which a few attributes are read; there is no vLLM in here.
+The module reads a few attributes of vLLM's requests. It does not import vllm.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kvstore.connectors.common.guarded_store import GuardedStore
-from kvstore.connectors.common.pending_lookups import ROUND_TRIP_MS, Attempts
-from kvstore.connectors.vllm.connector.metadata import CONNECTED, IDLE_WAIT_S, Blocks, StepPlan
-from kvstore.connectors.vllm.lora import Adapters, LoRARequest, Trust
-from kvstore.interface import Answer, BlockStore, Load
+from kvstore.connectors.common.pending_lookups import ROUND_TRIP_MS, PendingLookups
+from kvstore.connectors.vllm.common.idle_steps import IDLE_WAIT_S
+from kvstore.connectors.vllm.connector.lora import Adapters, LoRARequest, Trust
+from kvstore.connectors.vllm.connector.metadata import CONNECTED, RequestBlocks, StepMetadata
+from kvstore.interface import BlockStore, Load, LookupStatus
 from kvstore.prefetch.policy import PrefetchPolicy
 
 EPOCH_BYTES: Final = 16
-NEVER: Final = 1 << 62
-"""More blocks than any request has: as if all were offered."""
-ANSWERS_OF_A_STEP: Final = 2
-"""Answers that are waited for in one step: a match's, then that of the load it leads to."""
+ALL_BLOCKS: Final = 1 << 62
+"""More blocks than any request has: marks all of its blocks as saved."""
+POLLS_PER_STEP: Final = 2
+"""Polls in one step: for the answer to a match, then for that of the load that follows."""
 
 
 class Request(Protocol):
-    """What is read of vLLM's request."""
+    """Attributes of vLLM's request that are read here."""
 
     request_id: str
     num_tokens: int
@@ -43,20 +44,20 @@ class Request(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Names:
-    """What the store calls a request's blocks, by vLLM's hashes."""
+class SaltedHashes:
+    """Block hashes of a request in the store, by vLLM's hashes."""
 
     salt: bytes
-    ours: dict[bytes, bytes]
+    by_vllm_hash: dict[bytes, bytes]
 
 
 class SchedulerSide:
-    """One engine's. Every call comes from the scheduler's thread.
+    """The scheduler's side of one engine. Only the scheduler's thread calls it.
 
-    store: bound to the namespace of the ranks (`ranks.RankStores` of several). Not closed here.
-    adapters: made at the engine's start.
-    hashes_per_block: vLLM's hashes within one block; the last of them names it.
-    workers: how many save each block, or a part of it.
+    store: bound to the namespace of the ranks (`RankStores` of several). Not closed here.
+    adapters: created at the engine's start.
+    hashes_per_block: number of vLLM's hashes in one block; the last one is the block's.
+    workers: number of workers that save each block, or a part of it.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class SchedulerSide:
         store: BlockStore,
         *,
         policy: PrefetchPolicy,
-        deadline_ms: float,
+        max_wait_ms: float,
         min_load_tokens: int,
         adapters: Adapters,
         hashes_per_block: int = 1,
@@ -74,287 +75,290 @@ class SchedulerSide:
         self._block_tokens = store.namespace.block_tokens
         self._hashes_per_block = hashes_per_block
         self._workers = workers
-        self._deadline_ms = deadline_ms
+        self._max_wait_ms = max_wait_ms
         self._clock = clock
         self._store = GuardedStore(store)
-        self._attempts = Attempts(
+        self._lookups = PendingLookups(
             self._store,
             policy=policy,
-            deadline_ms=deadline_ms,
+            max_wait_ms=max_wait_ms,
             min_load_tokens=min_load_tokens,
             clock=clock,
         )
         self._adapters = adapters
-        self._names: dict[str, Names] = {}
-        self._prompts: dict[str, tuple[tuple[bytes, int, bytes], tuple[bytes, ...]]] = {}
+        self._salted_hashes: dict[str, SaltedHashes] = {}
+        self._prompt_hash_cache: dict[str, tuple[tuple[bytes, int, bytes], tuple[bytes, ...]]] = {}
         self._requests: dict[str, Request] = {}
-        self._asked_s: dict[str, float] = {}
+        self._first_lookup_s: dict[str, float] = {}
         self._first_block: dict[str, int] = {}
-        self._offered: dict[str, int] = {}
+        self._saved_blocks: dict[str, int] = {}
         self._saving: dict[str, dict[int, int]] = {}
         self._saves = 0
-        self._held: dict[str, Load] = {}
+        self._loading: dict[str, Load] = {}
         self._pending: dict[str, tuple[tuple[bytes, ...], int]] = {}
         self._failed: set[str] = set()
         self._epoch = b""
-        self._plan = StepPlan()
+        self._metadata = StepMetadata()
         self._finishing: set[str] = set()
         self._counts: Counter[str] = Counter()
 
     # Matching.
 
     def match(self, request: Request, computed_tokens: int) -> int | None:
-        """Tokens that can be loaded past vLLM's own hit; None: ask again next step.
+        """Number of tokens that can be loaded after vLLM's own hit. None: call again next step.
 
-        computed_tokens: whole blocks that vLLM has itself. The last token is always computed.
+        computed_tokens: tokens of the full blocks in vLLM's own cache. vLLM always computes the
+            last token of a prompt.
         """
         request_id = request.request_id
         if request.skip_reading_prefix_cache or request_id in self._failed:
             return 0
-        assert request_id not in self._held, "a match while a load is under way"
-        asked_s = self._asked_s.setdefault(request_id, self._clock())
+        assert request_id not in self._loading, "a match while a load is under way"
+        first_lookup_s = self._first_lookup_s.setdefault(request_id, self._clock())
         self._pending.pop(request_id, None)
         trust, salt = self._adapters.salt(request.lora_request)
         if trust is not Trust.KNOWN:
-            self._attempts.abort(request_id)
-            late = (self._clock() - asked_s) * 1e3 >= self._deadline_ms
+            self._lookups.abort(request_id)
+            late = (self._clock() - first_lookup_s) * 1e3 >= self._max_wait_ms
             return None if trust is Trust.READING and not late else 0
         hashes = self._prompt_hashes(request, salt)
         first = computed_tokens // self._block_tokens
         self._first_block[request_id] = first
-        found = self._attempts.match(request_id, hashes, first, can_start=True)
-        if found.answer is Answer.PENDING:
+        found = self._lookups.match(request_id, hashes, first, can_start=True)
+        if found.status is LookupStatus.PENDING:
             self._pending[request_id] = (hashes, first)
             return None
-        return found.blocks * self._block_tokens if found.answer is Answer.HIT else 0
+        return found.blocks * self._block_tokens if found.status is LookupStatus.HIT else 0
 
-    def allocated(
+    def start_load(
         self, request: Request, block_ids: Sequence[int], external_tokens: int
     ) -> dict[str, int]:
-        """vLLM has given the request blocks, of which the last `external_tokens` of its hit are to
-        be loaded. Returns the tokens by the tier that holds them."""
+        """Load the last `external_tokens` tokens of the hit into the blocks that vLLM allocated for
+        the request. Returns the number of tokens by tier."""
         request_id = request.request_id
         self._requests[request_id] = request
         self._pending.pop(request_id, None)
-        self._prompts.pop(request_id, None)
-        asked_s = self._asked_s.pop(request_id, None)
+        self._prompt_hash_cache.pop(request_id, None)
+        first_lookup_s = self._first_lookup_s.pop(request_id, None)
         if not external_tokens:
-            self._attempts.abort(request_id)
+            self._lookups.abort(request_id)
             return {}
         blocks = external_tokens // self._block_tokens
         assert blocks * self._block_tokens == external_tokens, "whole blocks are loaded"
         first = self._first_block[request_id]
-        (ticket,) = self._attempts.take(request_id, blocks)
-        self._held[request_id] = ticket
-        assert asked_s is not None, "an allocation without a match"
-        waited_ms = (self._clock() - asked_s) * 1e3
-        plan = Blocks(
+        (load,) = self._lookups.take(request_id, blocks)
+        self._loading[request_id] = load
+        assert first_lookup_s is not None, "an allocation without a match"
+        waited_ms = (self._clock() - first_lookup_s) * 1e3
+        request_blocks = RequestBlocks(
             request_id,
-            ticket.hashes[:blocks],
+            load.hashes[:blocks],
             tuple(block_ids[first : first + blocks]),
-            max(ROUND_TRIP_MS, self._deadline_ms - waited_ms),
+            max(ROUND_TRIP_MS, self._max_wait_ms - waited_ms),
         )
-        self._plan.loads.append(plan)
-        tiers = Counter(ticket.tiers[:blocks])
+        self._metadata.loads.append(request_blocks)
+        tiers = Counter(load.tiers[:blocks])
         return {tier: count * self._block_tokens for tier, count in tiers.items()}
 
     # Saving.
 
-    def plan(
+    def build_step_metadata(
         self,
         scheduled: Iterable[tuple[str, int]],
         block_ids: Callable[[str], Sequence[int]],
         preempted: Iterable[str],
-    ) -> StepPlan:
-        """This step's plan.
+    ) -> StepMetadata:
+        """Metadata of this step for the workers.
 
-        scheduled: request and the tokens that it has computed once this step has ended.
+        scheduled: requests, and their number of computed tokens after this step.
         block_ids: the engine's block table of a request.
-        preempted: requests that lost their blocks since the last plan.
+        preempted: requests that lost their blocks since the last step.
         """
-        plan, self._plan = self._plan, StepPlan()
-        plan.preempted = frozenset(preempted)
-        for request_id in plan.preempted:
-            # What it offered may have been given up; it offers again when it runs again.
-            self._offered.pop(request_id, None)
-        plan.idle = True
+        metadata, self._metadata = self._metadata, StepMetadata()
+        metadata.preempted = frozenset(preempted)
+        for request_id in metadata.preempted:
+            # Its saves may have been dropped: its blocks are saved again when it runs again.
+            self._saved_blocks.pop(request_id, None)
+        metadata.idle = True
         for request_id, tokens in scheduled:
-            plan.idle = False
-            self._offer(plan, request_id, tokens, block_ids)
-        plan.finishing = frozenset(self._finishing)
+            metadata.idle = False
+            self._add_save(metadata, request_id, tokens, block_ids)
+        metadata.finishing = frozenset(self._finishing)
         self._finishing.clear()
-        self._adapters.stepped()
-        self._move_on(IDLE_WAIT_S if plan.idle and not plan.loads else 0.0)
-        return plan
+        self._adapters.end_step()
+        self._poll_store(IDLE_WAIT_S if metadata.idle and not metadata.loads else 0.0)
+        return metadata
 
-    def _move_on(self, wait_s: float) -> None:
-        """Take in answers, so that what they lead to is asked, and answered too, before vLLM asks
-        again. Waits only in a step in which nothing is computed, and only for requests that wait
-        themselves."""
-        for _ in range(ANSWERS_OF_A_STEP):
-            moved = self._store.poll(wait_s if self._pending else 0.0)
+    def _poll_store(self, wait_s: float) -> None:
+        """Process answers of the store, so that the loads they lead to are answered before vLLM's
+        next lookup. Waits only in a step that computes nothing, and only if a request waits."""
+        for _ in range(POLLS_PER_STEP):
+            updated = self._store.poll(wait_s if self._pending else 0.0)
             for request_id, (hashes, first) in self._pending.items():
-                self._attempts.match(request_id, hashes, first, can_start=True)
-            if not moved:
+                self._lookups.match(request_id, hashes, first, can_start=True)
+            if not updated:
                 return
 
-    def _offer(
+    def _add_save(
         self,
-        plan: StepPlan,
+        metadata: StepMetadata,
         request_id: str,
         tokens: int,
         block_ids: Callable[[str], Sequence[int]],
     ) -> None:
-        """Blocks that are full by the end of this step. All of a request's are offered once,
-        loaded ones too: the store drops what it holds, and takes what it has lost."""
+        """Save the blocks that are full by the end of this step. Each block of a request is sent
+        once, also if it was loaded: the store skips cached blocks and saves evicted ones."""
         request = self._requests.get(request_id)
         if request is None:
             return
-        known = len(request.block_hashes) // self._hashes_per_block
-        full = min(tokens // self._block_tokens, known)
-        start = self._offered.get(request_id, 0)
+        hashed = len(request.block_hashes) // self._hashes_per_block
+        full = min(tokens // self._block_tokens, hashed)
+        start = self._saved_blocks.get(request_id, 0)
         if full <= start:
             return
         trust, salt = self._adapters.salt(request.lora_request)
         if trust is not Trust.KNOWN:
-            return  # a later step may offer them
+            return  # a later step may save them
         hashes = self._hashes(request, salt, full, start)
         ids = tuple(block_ids(request_id)[start:full])
         if len(ids) < len(hashes):
-            return  # a step that is not computed yet by the time its blocks are asked for
-        self._offered[request_id] = full
+            return  # the block table is requested before the step is computed
+        self._saved_blocks[request_id] = full
         self._saves += 1
         self._saving.setdefault(request_id, {})[self._saves] = self._workers
-        plan.saves.append(Blocks(request_id, hashes, ids, number=self._saves))
+        metadata.saves.append(RequestBlocks(request_id, hashes, ids, save_number=self._saves))
 
     # Ends.
 
-    def finished(self, request: Request) -> bool:
-        """The request is over, or given up. True: its blocks must stay until the workers have
-        reported it as sent, for not all of its saves are known to have ended. A load under way
-        keeps them in any case, and is reported itself."""
+    def finish_request(self, request: Request) -> bool:
+        """The request has ended or was aborted. True: its blocks must stay until the workers report
+        it as sent, because not all of its saves have ended. A load under way keeps the blocks in
+        any case, and reports its own end."""
         request_id = request.request_id
-        self._attempts.abort(request_id)
+        self._lookups.abort(request_id)
         self._pending.pop(request_id, None)
         self._failed.discard(request_id)
-        self._offered.pop(request_id, None)
+        self._saved_blocks.pop(request_id, None)
         saving = self._saving.pop(request_id, None)
-        for known in (
+        for by_request in (
             self._requests,
-            self._asked_s,
+            self._first_lookup_s,
             self._first_block,
-            self._names,
-            self._prompts,
+            self._salted_hashes,
+            self._prompt_hash_cache,
         ):
-            known.pop(request_id, None)
-        if request_id in self._held or not saving:
+            by_request.pop(request_id, None)
+        if request_id in self._loading or not saving:
             return False
         self._finishing.add(request_id)
         return True
 
-    def heard(
+    def update_from_workers(
         self,
         recved: Iterable[str],
         failed: Iterable[str],
         saved: Mapping[tuple[str, int], int] | None = None,
     ) -> None:
-        """Loads have ended in every worker; those of `failed` lack a block somewhere. saved: of
-        saves, by request and number, in how many workers they have ended."""
+        """Process the results of the workers.
+
+        recved: requests whose load has ended in every worker. failed: those with a missing block
+        in some worker. saved: number of workers in which a save has ended, by request and number.
+        """
         for (request_id, number), workers in (saved or {}).items():
-            self._heard_saved(request_id, number, workers)
+            self._complete_save(request_id, number, workers)
         for request_id in failed:
             self._counts["loads_failed"] += 1
             if request_id in self._requests:
-                # vLLM asks anew for what is missing; it shall be computed, not tried for ever.
+                # vLLM looks the missing blocks up again. They must be computed, not loaded again.
                 self._failed.add(request_id)
         for request_id in recved:
-            ticket = self._held.pop(request_id, None)
-            if ticket is not None:
-                self._store.release(ticket)
+            load = self._loading.pop(request_id, None)
+            if load is not None:
+                self._store.release(load)
 
-    def _heard_saved(self, request_id: str, number: int, workers: int) -> None:
+    def _complete_save(self, request_id: str, number: int, workers: int) -> None:
         saving = self._saving.get(request_id)
         if saving is None or number not in saving:
-            return  # of a request that is over
+            return  # the request has ended
         saving[number] -= workers
         if not saving[number]:
             del saving[number]
 
     def reset(self) -> bool:
-        """Nothing that was saved up to now is loaded any more. vLLM asks for it when the weights
-        may have changed in place, which nothing in a namespace tells. From here on the engine's
-        blocks have names of their own, that no other engine knows.
+        """Never load blocks saved before this call. vLLM calls this when the weights may have
+        changed in place, which the namespace does not contain. From now on the engine's block
+        hashes are salted with a random epoch, so no other engine has the same ones.
 
-        False: loads are under way for requests that live, with blocks from before.
+        False: running requests still load blocks from before.
         """
-        if self._held.keys() & self._requests.keys():
+        if self._loading.keys() & self._requests.keys():
             return False
-        self._attempts.close()
+        self._lookups.close()
         self._pending.clear()
         for request_id in self._requests:
-            # Runs on with blocks of before, unless it is preempted: then all is computed anew.
-            self._offered[request_id] = NEVER
+            # It keeps its old blocks; after a preemption all of them are computed again.
+            self._saved_blocks[request_id] = ALL_BLOCKS
         self._epoch = os.urandom(EPOCH_BYTES)
         return True
 
     def stats(self) -> dict[str, Any]:
-        """Counts since the start, and what is held now."""
+        """Counts since the start, and current gauges."""
         return {
-            **self._attempts.counts,
+            **self._lookups.counts,
             **self._counts,
-            "store_faults": self._store.faults,
+            "store_errors": self._store.errors,
             CONNECTED: self._store.store.slab is not None,
-            "requests_waiting": len(self._attempts),
-            "loads_under_way": len(self._held),
-            "slots_leased": self._attempts.slots_leased(),
-            "requests_known": len(self._requests),
+            "requests_waiting": len(self._lookups),
+            "loads_under_way": len(self._loading),
+            "slots_leased": self._lookups.slots_leased(),
+            "requests_tracked": len(self._requests),
         }
 
     def counts(self) -> dict[str, int]:
-        """The growing ones of `stats`, and whether the store is connected."""
+        """The counters of `stats`, and whether the store is connected."""
         return {
-            **self._attempts.counts,
+            **self._lookups.counts,
             **self._counts,
-            "store_faults": self._store.faults,
+            "store_errors": self._store.errors,
             CONNECTED: int(self._store.store.slab is not None),
         }
 
     def close(self) -> None:
-        """Hand back every lease; the store stays open."""
+        """Release every lease; the store stays open."""
         self._adapters.close()
-        self._attempts.close()
-        for ticket in self._held.values():
-            self._store.release(ticket)
-        self._held.clear()
+        self._lookups.close()
+        for load in self._loading.values():
+            self._store.release(load)
+        self._loading.clear()
 
     def _prompt_hashes(self, request: Request, salt: bytes) -> tuple[bytes, ...]:
-        """Names of the blocks that a waiting request may load. It asks in every step, so they are
-        kept: vLLM's last name stands for all of them."""
+        """Hashes of the blocks that a waiting request may load. They are cached, because vLLM looks
+        them up in every step. The cache key has only vLLM's last hash, which covers all others."""
         stop = (request.num_tokens - 1) // self._block_tokens
-        named = min(stop * self._hashes_per_block, len(request.block_hashes))
-        if named <= 0:
+        count = min(stop * self._hashes_per_block, len(request.block_hashes))
+        if count <= 0:
             return ()
-        asked = (self._epoch + salt, named, request.block_hashes[named - 1])
-        kept = self._prompts.get(request.request_id)
-        if kept is None or kept[0] != asked:
-            kept = (asked, self._hashes(request, salt, stop))
-            self._prompts[request.request_id] = kept
-        return kept[1]
+        key = (self._epoch + salt, count, request.block_hashes[count - 1])
+        cached = self._prompt_hash_cache.get(request.request_id)
+        if cached is None or cached[0] != key:
+            cached = (key, self._hashes(request, salt, stop))
+            self._prompt_hash_cache[request.request_id] = cached
+        return cached[1]
 
     def _hashes(
         self, request: Request, salt: bytes, stop: int, start: int = 0
     ) -> tuple[bytes, ...]:
-        """Names of a request's blocks from `start` up to `stop`, as far as they have one."""
+        """Hashes of a request's blocks from `start` up to `stop`, as far as vLLM has them."""
         per = self._hashes_per_block
-        names = request.block_hashes[start * per : stop * per]
-        names = names if per == 1 else names[per - 1 :: per]
+        vllm_hashes = request.block_hashes[start * per : stop * per]
+        vllm_hashes = vllm_hashes if per == 1 else vllm_hashes[per - 1 :: per]
         salt = self._epoch + salt
         if not salt:
-            return tuple(names)
-        known = self._names.get(request.request_id)
-        if known is None or known.salt != salt:
-            known = self._names[request.request_id] = Names(salt, {})
-        for name in names:
-            if name not in known.ours:
-                known.ours[name] = hashlib.sha256(salt + name).digest()
-        return tuple(known.ours[name] for name in names)
+            return tuple(vllm_hashes)
+        salted = self._salted_hashes.get(request.request_id)
+        if salted is None or salted.salt != salt:
+            salted = self._salted_hashes[request.request_id] = SaltedHashes(salt, {})
+        for each in vllm_hashes:
+            if each not in salted.by_vllm_hash:
+                salted.by_vllm_hash[each] = hashlib.sha256(salt + each).digest()
+        return tuple(salted.by_vllm_hash[each] for each in vllm_hashes)

@@ -1,9 +1,9 @@
-"""A worker's side: brings blocks into vLLM's KV, and saves what has become full.
+"""A worker's side: loads blocks into vLLM's KV, and saves full blocks.
 
-Every call comes from the worker's thread and returns at once; the copies run on a thread of their
-own. A load always reports, whole, cut or not at all: vLLM computes what is missing. A save holds
-its blocks until it ends, so vLLM keeps them (`finishing`), but for preemption: there the blocks
-are overwritten by the very next computation, so saves under way are cut off or waited for first.
+Only the worker's thread calls it, and every call returns at once; a separate thread runs the
+copies. Each load reports its end, also if it is truncated or failed: vLLM computes the missing
+blocks. vLLM keeps the blocks of a save until it ends (`finishing`), except on a preemption: the
+next computation overwrites them, so their saves are dropped or waited for first.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import torch
 from kvstore import kernels
 from kvstore.connectors.common.copy_thread import Copy, CopyThread, Direction
 from kvstore.connectors.common.guarded_store import GuardedStore
+from kvstore.connectors.vllm.common.idle_steps import IDLE_WAIT_S
 from kvstore.connectors.vllm.connector.metadata import (
     CONNECTED,
-    IDLE_WAIT_S,
-    Blocks,
-    StepPlan,
-    StepReport,
+    RequestBlocks,
+    StepMetadata,
+    StepResult,
 )
-from kvstore.connectors.vllm.namespace import in_layer_order
+from kvstore.connectors.vllm.connector.namespace import in_layer_order
 from kvstore.errors import ConfigError
 from kvstore.interface import BlockStore, Load, Save
 
 SAVES_MAX: Final = 256
-"""Saves under way; further ones are dropped."""
+"""Maximum number of saves under way. Further ones are dropped."""
 
 
 @dataclass(eq=False, slots=True)
 class Loading:
-    """A load until its report. ready: blocks whose copy is queued."""
+    """A load until its end. ready: number of blocks whose copy is queued."""
 
-    plan: Blocks
-    ticket: Load
+    blocks: RequestBlocks
+    load: Load
     started_s: float
     copying: bool = False
     ready: int = 0
@@ -49,23 +49,23 @@ class Loading:
 class Saving:
     """A save until its end."""
 
-    plan: Blocks
-    ticket: Save
+    blocks: RequestBlocks
+    save: Save
     started_s: float
     copying: bool = False
 
 
 class WorkerSide:
-    """One rank's.
+    """The worker's side of one rank.
 
-    store: bound to this rank's namespace. Not closed by `close`.
-    caches: vLLM's tensors by layer, `[blocks, kv_heads, block_tokens, K‖V]` each (a logical
-        order: the strides tell the physical one).
-    num_blocks: vLLM's blocks; its tensors may cut each into several pages.
-    save_ms: how long a save may wait for its slots.
+    store: bound to this rank's namespace. `close` does not close it.
+    caches: vLLM's tensors by layer, each `[blocks, kv_heads, block_tokens, K‖V]`. This is the
+        logical order; the strides give the physical one.
+    num_blocks: number of vLLM's blocks; its tensors may split each into several pages.
+    max_save_wait_ms: how long a save may wait for its slots.
 
     Raises:
-        ConfigError: the tensors are not what the namespace says.
+        ConfigError: the tensors do not match the namespace.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class WorkerSide:
         caches: Mapping[str, torch.Tensor],
         num_blocks: int,
         *,
-        save_ms: float,
+        max_save_wait_ms: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         pool = pool_of(caches)
@@ -82,92 +82,94 @@ class WorkerSide:
         if pool.num_pages != num_blocks * self._pages_per_block:
             raise ConfigError(
                 f"vLLM's KV has {pool.num_pages} pages of {pool.page_tokens} tokens for "
-                f"{num_blocks} blocks of {store.namespace.block_tokens}; they do not agree"
+                f"{num_blocks} blocks of {store.namespace.block_tokens} tokens; these do not match"
             )
         self._block_bytes = store.namespace.block_bytes
         self._store = GuardedStore(store)
-        self._save_ms = save_ms
+        self._max_save_wait_ms = max_save_wait_ms
         self._clock = clock
         self._copier = kernels.copier_for(pool, form)
         self._copies = CopyThread(self._copier)
         self._loading: list[Loading] = []
         self._saving: list[Saving] = []
         self._finishing: set[str] = set()
-        self._report = StepReport()
+        self._result = StepResult()
         self._counts: Counter[str] = Counter()
         self._closed = False
 
-    # One step: begin, (the computation), start_loads and start_saves, collect.
+    # One step: handle_preemptions, (the computation), start_loads and start_saves, collect.
 
-    def begin(self, plan: StepPlan) -> None:
-        """Before the computation: let go of the blocks of preempted requests. Only a copy that has
-        begun is waited for."""
-        if not plan.preempted:
+    def handle_preemptions(self, metadata: StepMetadata) -> None:
+        """Before the computation: end the saves of preempted requests. Waits only for copies that
+        have started."""
+        if not metadata.preempted:
             return
-        for copy in self._copies.withdraw(lambda c: c.owner.plan.request_id in plan.preempted):
+        for copy in self._copies.withdraw(
+            lambda c: c.owner.blocks.request_id in metadata.preempted
+        ):
             copy.owner.copying = False
-        for saving in self._saves_of(plan.preempted):
+        for saving in self._saves_of(metadata.preempted):
             if not saving.copying:
-                self._counts["saves_cut_by_preemption"] += 1
+                self._counts["saves_preempted"] += 1
                 self._end_save(saving, copied=False)
-        while any(saving.copying for saving in self._saves_of(plan.preempted)):
-            self._end_copies(self._copies.finished(IDLE_WAIT_S))
+        while any(saving.copying for saving in self._saves_of(metadata.preempted)):
+            self._complete_copies(self._copies.finished(IDLE_WAIT_S))
 
-    def start_loads(self, plan: StepPlan) -> None:
-        """Ask for this step's loads."""
-        for blocks in plan.loads:
-            ticket = self._store.load(blocks.hashes)
-            if ticket is None:
-                self._report_load(blocks, 0)
+    def start_loads(self, metadata: StepMetadata) -> None:
+        """Start the loads of this step."""
+        for blocks in metadata.loads:
+            load = self._store.load(blocks.hashes)
+            if load is None:
+                self._record_load(blocks, 0)
                 continue
-            loading = Loading(blocks, ticket, self._clock())
+            loading = Loading(blocks, load, self._clock())
             self._loading.append(loading)
-            self._move_load(loading)
+            self._advance_load(loading)
 
-    def start_saves(self, plan: StepPlan) -> None:
-        """After the computation: offer the blocks that it filled."""
-        for blocks in plan.saves:
-            ticket = self._store.save(blocks.hashes) if len(self._saving) < SAVES_MAX else None
-            if ticket is None:
+    def start_saves(self, metadata: StepMetadata) -> None:
+        """After the computation: save the blocks that it filled."""
+        for blocks in metadata.saves:
+            save = self._store.save(blocks.hashes) if len(self._saving) < SAVES_MAX else None
+            if save is None:
                 self._counts["saves_dropped"] += 1
-                self._report.saved.append((blocks.request_id, blocks.number))
+                self._result.saved.append((blocks.request_id, blocks.save_number))
                 continue
             self._counts["saves"] += 1
-            saving = Saving(blocks, ticket, self._clock())
+            saving = Saving(blocks, save, self._clock())
             self._saving.append(saving)
-            self._move_save(saving)
+            self._advance_save(saving)
 
-    def collect(self, plan: StepPlan) -> StepReport:
-        """What has ended since the last step."""
-        self._finishing |= plan.finishing
-        waiting = plan.idle and bool(self._loading or self._saving)
+    def collect(self, metadata: StepMetadata) -> StepResult:
+        """Loads and saves that ended since the last step."""
+        self._finishing |= metadata.finishing
+        waiting = metadata.idle and bool(self._loading or self._saving)
         copying = self._copies.under_way > 0
         self._store.poll(IDLE_WAIT_S if waiting and not copying else 0.0)
         for loading in [*self._loading]:
-            self._move_load(loading)
+            self._advance_load(loading)
         for saving in [*self._saving]:
-            self._move_save(saving)
+            self._advance_save(saving)
         copying = self._copies.under_way > 0
-        self._end_copies(self._copies.finished(IDLE_WAIT_S if waiting and copying else 0.0))
-        busy = {saving.plan.request_id for saving in self._saving}
-        report, self._report = self._report, StepReport()
-        report.sent = self._finishing - busy
+        self._complete_copies(self._copies.finished(IDLE_WAIT_S if waiting and copying else 0.0))
+        busy = {saving.blocks.request_id for saving in self._saving}
+        result, self._result = self._result, StepResult()
+        result.sent = self._finishing - busy
         self._finishing &= busy
-        return report
+        return result
 
     def counts(self) -> dict[str, int]:
         """Counts since the start, and whether the store is connected."""
         return {
             **self._counts,
-            "store_faults": self._store.faults,
+            "store_errors": self._store.errors,
             CONNECTED: int(self._store.store.slab is not None),
         }
 
     def stats(self) -> dict[str, Any]:
-        """Counts, and what is under way."""
+        """Counts since the start, and current gauges."""
         return {
             **self._counts,
-            "store_faults": self._store.faults,
+            "store_errors": self._store.errors,
             CONNECTED: self._store.store.slab is not None,
             "loads_under_way": len(self._loading),
             "saves_under_way": len(self._saving),
@@ -175,11 +177,11 @@ class WorkerSide:
         }
 
     def close(self) -> None:
-        """Wait for running copies and hand back every lease; the store stays open."""
+        """Wait for running copies and release every lease; the store stays open."""
         if self._closed:
             return
         self._closed = True
-        self._end_copies(self._copies.close())
+        self._complete_copies(self._copies.close())
         for loading in list(self._loading):
             self._end_load(loading, 0)
         for saving in list(self._saving):
@@ -187,71 +189,71 @@ class WorkerSide:
 
     # Loads.
 
-    def _move_load(self, loading: Loading) -> None:
-        """Queue the copy once all that will come is there, or the time is over."""
+    def _advance_load(self, loading: Loading) -> None:
+        """Queue the copy once no more blocks will arrive, or after the maximum wait."""
         if loading.copying:
             return
-        ticket = loading.ticket
-        late = (self._clock() - loading.started_s) * 1e3 >= loading.plan.left_ms
-        if not ticket.done and not late:
+        load = loading.load
+        late = (self._clock() - loading.started_s) * 1e3 >= loading.blocks.max_wait_ms
+        if not load.done and not late:
             return
-        self._counts["loads_past_deadline"] += not ticket.done
-        loading.ready = len(ticket.slots)
-        slots = ticket.slots[: loading.ready]
+        self._counts["loads_timed_out"] += not load.done
+        loading.ready = len(load.slots)
+        slots = load.slots[: loading.ready]
         loading.copying = bool(slots)
         if not slots or not self._copy(Direction.SCATTER, loading, range(len(slots)), slots):
             self._end_load(loading, 0)
 
     def _end_load(self, loading: Loading, blocks: int) -> None:
         self._loading.remove(loading)
-        self._store.release(loading.ticket)
+        self._store.release(loading.load)
         self._counts["blocks_loaded"] += blocks
         self._counts["bytes_loaded"] += blocks * self._block_bytes
         self._counts["load_us"] += int((self._clock() - loading.started_s) * 1e6)
-        self._report_load(loading.plan, blocks)
+        self._record_load(loading.blocks, blocks)
 
-    def _report_load(self, plan: Blocks, blocks: int) -> None:
-        missing = plan.block_ids[blocks:]
+    def _record_load(self, load: RequestBlocks, blocks: int) -> None:
+        missing = load.block_ids[blocks:]
         self._counts["blocks_failed"] += len(missing)
-        self._report.recved.add(plan.request_id)
-        self._report.bad_blocks.update(missing)
+        self._result.recved.add(load.request_id)
+        self._result.bad_blocks.update(missing)
         if missing:
-            self._report.failed.add(plan.request_id)
+            self._result.failed.add(load.request_id)
 
     # Saves.
 
-    def _move_save(self, saving: Saving) -> None:
-        """Queue the copy once the grants are there; give up without grants, or in time."""
-        ticket = saving.ticket
+    def _advance_save(self, saving: Saving) -> None:
+        """Queue the copy once the slots are assigned. End the save if no slot is, or too late."""
+        save = saving.save
         if saving.copying:
             return
-        if ticket.done and ticket.grants and not ticket.fault:
+        if save.done and save.slot_assignments and not save.fault:
             saving.copying = True
-            indices = [index for index, _ in ticket.grants]
-            slots = [slot for _, slot in ticket.grants]
+            indices = [index for index, _ in save.slot_assignments]
+            slots = [slot for _, slot in save.slot_assignments]
             if not self._copy(Direction.GATHER, saving, indices, slots):
                 self._end_save(saving, copied=False)
-        elif ticket.done:
+        elif save.done:
             self._end_save(saving, copied=False)
-        elif (self._clock() - saving.started_s) * 1e3 >= self._save_ms:
-            self._counts["saves_past_deadline"] += 1
+        elif (self._clock() - saving.started_s) * 1e3 >= self._max_save_wait_ms:
+            self._counts["saves_timed_out"] += 1
             self._end_save(saving, copied=False)
 
     def _end_save(self, saving: Saving, *, copied: bool) -> None:
-        """Publish what was copied, or give the grants back."""
+        """Commit the copied blocks, or release the slots."""
         self._saving.remove(saving)
-        self._report.saved.append((saving.plan.request_id, saving.plan.number))
-        ticket = saving.ticket
-        self._counts["blocks_refused"] += ticket.dropped
-        self._counts["saves_failed"] += bool(ticket.fault)
+        self._result.saved.append((saving.blocks.request_id, saving.blocks.save_number))
+        save = saving.save
+        self._counts["blocks_dropped"] += save.dropped
+        self._counts["saves_failed"] += bool(save.fault)
         if not copied:
-            self._store.release(ticket)
-        elif self._store.commit(ticket):
-            self._counts["blocks_saved"] += len(ticket.grants)
-            self._counts["bytes_saved"] += len(ticket.grants) * self._block_bytes
+            self._store.release(save)
+        elif self._store.commit(save):
+            self._counts["blocks_saved"] += len(save.slot_assignments)
+            self._counts["bytes_saved"] += len(save.slot_assignments) * self._block_bytes
 
     def _saves_of(self, request_ids: Iterable[str]) -> list[Saving]:
-        return [saving for saving in self._saving if saving.plan.request_id in request_ids]
+        return [saving for saving in self._saving if saving.blocks.request_id in request_ids]
 
     # Copies.
 
@@ -262,15 +264,16 @@ class WorkerSide:
         indices: Iterable[int],
         slots: Sequence[int],
     ) -> bool:
-        """Queue a copy of these blocks of the owner's plan; False when there is no room."""
-        pages = [self._pages(owner.plan.block_ids[index]) for index in indices]
-        slab = self._store.store.slab_of(owner.ticket)
+        """Queue a copy of these blocks of the owner; False when the queue is full."""
+        pages = [self._pages(owner.blocks.block_ids[index]) for index in indices]
+        operation = owner.load if isinstance(owner, Loading) else owner.save
+        slab = self._store.store.slab_of(operation)
         copy = Copy(direction, pages, slab, tuple(slots), self._copier.mark(), owner)
-        taken = self._copies.submit(copy)
-        self._counts["copies_dropped"] += not taken
-        return taken
+        queued = self._copies.submit(copy)
+        self._counts["copies_dropped"] += not queued
+        return queued
 
-    def _end_copies(self, copies: Iterable[Copy]) -> None:
+    def _complete_copies(self, copies: Iterable[Copy]) -> None:
         for copy in copies:
             self._counts["copies_failed"] += bool(copy.error)
             if isinstance(copy.owner, Loading):
@@ -279,13 +282,13 @@ class WorkerSide:
                 self._end_save(copy.owner, copied=not copy.error)
 
     def _pages(self, block_id: int) -> list[int]:
-        """Pages of vLLM's tensors that one of its blocks is."""
+        """Pages of vLLM's tensors that make up one of its blocks."""
         first = block_id * self._pages_per_block
         return list(range(first, first + self._pages_per_block))
 
 
 def pool_of(caches: Mapping[str, torch.Tensor]) -> kernels.PoolLayout:
-    """vLLM's tensors as a pool, layer by layer; layers that share one tensor count once.
+    """vLLM's tensors as a pool, layer by layer. Layers that share one tensor count once.
 
     Raises ConfigError: tensors that are not `[blocks, kv_heads, block_tokens, K‖V]` of one shape.
     """
@@ -294,8 +297,8 @@ def pool_of(caches: Mapping[str, torch.Tensor]) -> kernels.PoolLayout:
         tensor = caches[name]
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
             raise ConfigError(
-                f"layer {name} has KV of another kind than [blocks, kv_heads, block_tokens, K‖V]; "
-                "KVStoreConnector cannot keep it (KVStoreTier can)"
+                f"the KV of layer {name} is not [blocks, kv_heads, block_tokens, K‖V]: "
+                "KVStoreConnector does not support it; use KVStoreTier"
             )
         layers.setdefault(tensor.data_ptr(), tensor)
     tensors = list(layers.values())
@@ -305,7 +308,7 @@ def pool_of(caches: Mapping[str, torch.Tensor]) -> kernels.PoolLayout:
     ):
         shapes = sorted({str(tuple(tensor.shape)) for tensor in tensors})
         raise ConfigError(
-            f"KVStoreConnector keeps layers of one shape; these have {', '.join(shapes) or 'none'}"
-            " (KVStoreTier keeps such models)"
+            "KVStoreConnector requires layers of one shape, but these have "
+            f"{', '.join(shapes) or 'no shape'}; use KVStoreTier"
         )
     return kernels.PoolLayout.vllm(tensors)

@@ -1,16 +1,17 @@
-"""What a tier knows of the keys that waiting requests ask for: never asked twice in one step, never
-waited for.
+"""The lookup cache of a tier: answers the lookups of waiting requests without waiting.
 
-vLLM asks key by key and wants an answer at once; the store answers runs, a moment later. So the
-keys of a step are gathered, sent at its end as runs, and PENDING until their answer has come. A
-verdict is kept as long as a request that asked for it lives: a request that goes on waiting must
-not be told MISS, then HIT. A key that said HIT and could not be loaded is MISS from then on, else
-vLLM would ask and load for ever. Requests that overlap without end would keep a MISS for ever too,
-so one that comes later asks again, for itself.
+vLLM looks up one key at a time and needs an answer at once. The store answers for a sequence of
+keys, a moment later. So the keys of a step are collected and sent at its end as batches; a key is
+PENDING until its answer arrives. A key is looked up at most once in a step.
 
-vLLM loads into its host pool, where what a waiting request has loaded may be driven out by what it
-loads next. Where a prefix is larger than the pool, that would go round without end: so once a load
-of a request has ended, what it was told to be a HIT before, and asks for again, is MISS for it.
+An answer is cached as long as a request that looked the key up lives, because a waiting request
+must not get MISS and then HIT. A key that was a HIT but could not be loaded is a MISS from then on;
+otherwise vLLM would look it up and load it forever. Overlapping requests could keep a MISS cached
+forever, so a later request looks an old MISS up again.
+
+vLLM loads into its host pool, where a waiting request's next load may evict what it loaded before.
+If a prefix is larger than the pool, this would repeat forever. So after a load of a request has
+ended, a key that was a HIT for it before is a MISS when it looks the key up again.
 """
 
 from __future__ import annotations
@@ -21,200 +22,204 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore.connectors.common.guarded_store import GuardedStore
-from kvstore.interface import Answer, Match
+from kvstore.interface import LookupStatus, Match
 
 SUFFIX_KEYS_MAX: Final = 256
-"""Keys asked for one by one in one step, of a group that is looked up from its end; more are
-MISS."""
+"""Maximum number of keys sent one by one in a step, for a group that is looked up from its end.
+Further ones are MISS."""
 KEYS_MAX: Final = 1 << 16
-"""Keys known at once; further ones are MISS."""
-MISS_KEPT_S: Final = 1.0
-"""Age from which a MISS is asked again for a request that comes new to the key."""
+"""Maximum number of cached keys. Further ones are MISS."""
+MISS_CACHE_S: Final = 1.0
+"""Age of a MISS after which a request that is new to the key looks it up again."""
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
-    """One key: its verdict, since when, and the requests that wait for it or go by it.
+class LookupEntry:
+    """The cached answer for one key.
 
-    missed: those of them that were told MISS before it was asked again.
+    settled_s: time of the answer. requests: requests that looked the key up. missed: those that got
+    MISS before the key was looked up again.
     """
 
-    answer: Answer = Answer.PENDING
+    status: LookupStatus = LookupStatus.PENDING
     settled_s: float = 0.0
     requests: set[str] = field(default_factory=set)
     missed: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False, slots=True)
-class Asker:
-    """One request: the keys it asked for, and which of them were said to be a HIT.
+class Requester:
+    """A request: the keys it looked up, and those that were a HIT.
 
-    loaded: a load of it has ended. cut: of what it was told, something is not in vLLM's pool.
+    load_ended: a load of it has ended. truncated: a HIT was evicted from vLLM's pool.
     """
 
     keys: set[bytes] = field(default_factory=set)
-    told: set[bytes] = field(default_factory=set)
-    loaded: bool = False
-    cut: bool = False
+    hits: set[bytes] = field(default_factory=set)
+    load_ended: bool = False
+    truncated: bool = False
 
 
 @dataclass(eq=False, slots=True)
-class Question:
-    """A run of keys under way."""
+class LookupBatch:
+    """A sequence of keys sent to the store."""
 
     keys: Sequence[bytes]
-    ticket: Match
-    asked_s: float
+    match: Match
+    sent_s: float
 
 
-class Lookups:
-    """One tier's. Every call comes from the scheduler's thread.
+class LookupCache:
+    """The lookup cache of one tier. Only the scheduler's thread calls it.
 
-    deadline_ms: an answer that takes longer is MISS.
+    timeout_ms: an answer that takes longer is MISS.
     """
 
     def __init__(
-        self, store: GuardedStore, *, deadline_ms: float, clock: Callable[[], float]
+        self, store: GuardedStore, *, timeout_ms: float, clock: Callable[[], float]
     ) -> None:
         self._store = store
-        self._deadline_ms = deadline_ms
+        self._timeout_ms = timeout_ms
         self._clock = clock
-        self._keys: dict[bytes, Asked] = {}
-        self._askers: dict[str, Asker] = {}
-        self._batch: dict[tuple[str, int], list[tuple[int, bytes]]] = {}
-        self._questions: list[Question] = []
+        self._entries: dict[bytes, LookupEntry] = {}
+        self._requesters: dict[str, Requester] = {}
+        self._unsent: dict[tuple[str, int], list[tuple[int, bytes]]] = {}
+        self._in_flight: list[LookupBatch] = []
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._entries)
 
     @property
-    def waiting(self) -> bool:
-        """Answers are under way."""
-        return bool(self._questions)
+    def has_in_flight(self) -> bool:
+        """True while answers are pending."""
+        return bool(self._in_flight)
 
     @property
-    def answered(self) -> int:
-        """Questions whose answers the next `take_in` takes in."""
-        return sum(question.ticket.done for question in self._questions)
+    def batches_done(self) -> int:
+        """Number of answered batches that the next `collect` processes."""
+        return sum(batch.match.done for batch in self._in_flight)
 
-    def lookup(self, key: bytes, request_id: str, group: int, position: int) -> Answer:
-        """HIT, MISS, or PENDING: ask again next step.
+    def lookup(self, key: bytes, request_id: str, group: int, position: int) -> LookupStatus:
+        """HIT, MISS, or PENDING (call again in the next step).
 
-        group, position: of the key in its request; keys of one group are asked as runs by position.
+        group, position: KV group of the key, and its position in the request. The keys of a group
+            are sent as one batch, sorted by position.
         """
-        known = self._keys.get(key)
-        if known is None:
-            if len(self._keys) >= KEYS_MAX:
-                self.counts["lookups_refused"] += 1
-                return Answer.MISS
-            known = self._keys[key] = Asked()
-            self._batch.setdefault((request_id, group), []).append((position, key))
-        elif request_id not in known.requests and self._is_old_miss(known):
-            known.missed |= known.requests
-            known.answer = Answer.PENDING
-            self._batch.setdefault((request_id, group), []).append((position, key))
-        known.requests.add(request_id)
-        asker = self._askers.get(request_id)
-        if asker is None:
-            asker = self._askers[request_id] = Asker()
-        asker.keys.add(key)
-        if request_id in known.missed:
-            return Answer.MISS
-        return self._hit(key, asker) if known.answer is Answer.HIT else known.answer
+        entry = self._entries.get(key)
+        if entry is None:
+            if len(self._entries) >= KEYS_MAX:
+                self.counts["lookups_dropped"] += 1
+                return LookupStatus.MISS
+            entry = self._entries[key] = LookupEntry()
+            self._unsent.setdefault((request_id, group), []).append((position, key))
+        elif request_id not in entry.requests and self._is_expired_miss(entry):
+            entry.missed |= entry.requests
+            entry.status = LookupStatus.PENDING
+            self._unsent.setdefault((request_id, group), []).append((position, key))
+        entry.requests.add(request_id)
+        requester = self._requesters.get(request_id)
+        if requester is None:
+            requester = self._requesters[request_id] = Requester()
+        requester.keys.add(key)
+        if request_id in entry.missed:
+            return LookupStatus.MISS
+        return (
+            self._answer_hit(key, requester) if entry.status is LookupStatus.HIT else entry.status
+        )
 
-    def send(self) -> None:
-        """The end of a step: ask for what is new."""
-        batch, self._batch = self._batch, {}
-        for asked in batch.values():
-            # From the end on: a window of a sliding-window group; what precedes it may be absent.
-            if len(asked) > 1 and asked[0][0] > asked[1][0]:
-                self._send_alone([key for _, key in asked])
+    def send_batches(self) -> None:
+        """Send the new keys of a step to the store, at its end."""
+        unsent, self._unsent = self._unsent, {}
+        for keys in unsent.values():
+            # Looked up from the end: a sliding-window group, whose earlier keys may be absent.
+            if len(keys) > 1 and keys[0][0] > keys[1][0]:
+                self._send_one_by_one([key for _, key in keys])
             else:
-                self._send([key for _, key in sorted(asked)])
+                self._send([key for _, key in sorted(keys)])
 
-    def take_in(self) -> None:
-        """Take in the answers that have come, and give up those that take too long."""
+    def collect(self) -> None:
+        """Process the answers that arrived. Those that take too long are MISS."""
         now_s = self._clock()
         waiting = []
-        for question in self._questions:
-            late = (now_s - question.asked_s) * 1e3 >= self._deadline_ms
-            if not question.ticket.done and not late:
-                waiting.append(question)
+        for batch in self._in_flight:
+            late = (now_s - batch.sent_s) * 1e3 >= self._timeout_ms
+            if not batch.match.done and not late:
+                waiting.append(batch)
                 continue
-            self.counts["lookups_past_deadline"] += not question.ticket.done
-            run = len(question.ticket.tiers)
-            self._settle(question.keys[:run], Answer.HIT)
-            self._settle(question.keys[run:], Answer.MISS)
-        self._questions = waiting
+            self.counts["lookups_timed_out"] += not batch.match.done
+            hits = len(batch.match.tiers)
+            self._record(batch.keys[:hits], LookupStatus.HIT)
+            self._record(batch.keys[hits:], LookupStatus.MISS)
+        self._in_flight = waiting
 
-    def load_ended(self, request_id: str) -> None:
-        """vLLM's pool may drop from now on what this request has loaded."""
-        asker = self._askers.get(request_id)
-        if asker is not None:
-            asker.loaded = True
+    def end_load(self, request_id: str) -> None:
+        """From now on vLLM's pool may evict the blocks that this request has loaded."""
+        requester = self._requesters.get(request_id)
+        if requester is not None:
+            requester.load_ended = True
 
-    def preempted(self, request_id: str) -> None:
-        """It ran, and begins again: it may load again what it had."""
-        asker = self._askers.get(request_id)
-        if asker is not None:
-            asker.told.clear()
-            asker.loaded = False
+    def preempt_request(self, request_id: str) -> None:
+        """The request starts again, so it may load the same keys again."""
+        requester = self._requesters.get(request_id)
+        if requester is not None:
+            requester.hits.clear()
+            requester.load_ended = False
 
-    def forget(self, keys: Sequence[bytes]) -> None:
-        """These could not be loaded: MISS for every request that lives."""
+    def mark_missing(self, keys: Sequence[bytes]) -> None:
+        """Mark keys that could not be loaded as MISS for every live request."""
         for key in keys:
-            known = self._keys.get(key)
-            if known is not None:
-                known.answer, known.settled_s = Answer.MISS, self._clock()
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.status, entry.settled_s = LookupStatus.MISS, self._clock()
 
-    def forget_all(self) -> None:
-        """Every key is MISS for every request that lives, and no answer under way counts."""
-        self._batch.clear()
-        self._questions.clear()
-        self.forget(list(self._keys))
+    def mark_all_missing(self) -> None:
+        """Mark every key as MISS for every live request. Pending answers are ignored."""
+        self._unsent.clear()
+        self._in_flight.clear()
+        self.mark_missing(list(self._entries))
 
-    def request_finished(self, request_id: str) -> None:
-        """Drop what only this request asked for."""
-        asker = self._askers.pop(request_id, None)
-        for key in asker.keys if asker is not None else ():
-            known = self._keys[key]
-            known.requests.discard(request_id)
-            known.missed.discard(request_id)
-            if not known.requests:
-                del self._keys[key]
-        for asked in [asked for asked in self._batch if asked[0] == request_id]:
-            # Others may wait for these by now.
-            self._send([key for _, key in sorted(self._batch.pop(asked)) if key in self._keys])
+    def finish_request(self, request_id: str) -> None:
+        """Drop the keys that only this request looked up."""
+        requester = self._requesters.pop(request_id, None)
+        for key in requester.keys if requester is not None else ():
+            entry = self._entries[key]
+            entry.requests.discard(request_id)
+            entry.missed.discard(request_id)
+            if not entry.requests:
+                del self._entries[key]
+        for group in [group for group in self._unsent if group[0] == request_id]:
+            # Other requests may wait for these keys by now.
+            self._send([key for _, key in sorted(self._unsent.pop(group)) if key in self._entries])
 
-    def _hit(self, key: bytes, asker: Asker) -> Answer:
-        """HIT, but a second time only while no load has ended: till then the pool had no room."""
-        if asker.loaded and key in asker.told:
-            self.counts["requests_cut"] += not asker.cut
-            asker.cut = True
-            return Answer.MISS
-        asker.told.add(key)
-        return Answer.HIT
+    def _answer_hit(self, key: bytes, requester: Requester) -> LookupStatus:
+        """HIT; MISS if it was a HIT before and a load has ended since: the pool has evicted it."""
+        if requester.load_ended and key in requester.hits:
+            self.counts["requests_truncated"] += not requester.truncated
+            requester.truncated = True
+            return LookupStatus.MISS
+        requester.hits.add(key)
+        return LookupStatus.HIT
 
-    def _send_alone(self, keys: Sequence[bytes]) -> None:
-        self._settle(keys[SUFFIX_KEYS_MAX:], Answer.MISS)
+    def _send_one_by_one(self, keys: Sequence[bytes]) -> None:
+        self._record(keys[SUFFIX_KEYS_MAX:], LookupStatus.MISS)
         for key in keys[:SUFFIX_KEYS_MAX]:
             self._send([key])
 
     def _send(self, keys: Sequence[bytes]) -> None:
         if not keys:
             return
-        ticket = self._store.match(keys)
-        if ticket is None:
-            self._settle(keys, Answer.MISS)
+        match = self._store.match(keys)
+        if match is None:
+            self._record(keys, LookupStatus.MISS)
         else:
-            self._questions.append(Question(keys, ticket, self._clock()))
+            self._in_flight.append(LookupBatch(keys, match, self._clock()))
 
-    def _settle(self, keys: Sequence[bytes], answer: Answer) -> None:
+    def _record(self, keys: Sequence[bytes], answer: LookupStatus) -> None:
         for key in keys:
-            known = self._keys.get(key)
-            if known is not None and known.answer is Answer.PENDING:
-                known.answer, known.settled_s = answer, self._clock()
+            entry = self._entries.get(key)
+            if entry is not None and entry.status is LookupStatus.PENDING:
+                entry.status, entry.settled_s = answer, self._clock()
 
-    def _is_old_miss(self, known: Asked) -> bool:
-        return known.answer is Answer.MISS and self._clock() - known.settled_s >= MISS_KEPT_S
+    def _is_expired_miss(self, entry: LookupEntry) -> bool:
+        return entry.status is LookupStatus.MISS and self._clock() - entry.settled_s >= MISS_CACHE_S

@@ -1,4 +1,4 @@
-"""The tier's metrics, in vLLM's own: what it did since the last interval, and what is now."""
+"""The tier's metrics in vLLM: counters since the last interval, and gauges."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from vllm.v1.kv_offload.base import (
 
 PREFIX: Final = "vllm:kvstore_tier_"
 COUNTERS: Final = {
-    "units_loaded": "units brought into vLLM's host pool",
-    "units_lost": "units that were there when asked for, and could not be loaded",
-    "units_saved": "units the store took",
-    "units_held_already": "units of saves that the store had",
-    "units_refused": "units of saves that were not kept",
-    "load_jobs": "loads that vLLM asked for",
-    "save_jobs": "saves that vLLM asked for",
-    "lookups_past_deadline": "questions given up at their deadline",
-    "lookups_refused": "keys that were not asked for, too many being known",
-    "requests_cut": "requests whose prefix had no room in vLLM's host pool",
-    "loads_past_deadline": "parts of loads cut at their deadline",
-    "saves_past_deadline": "parts of saves given up at their deadline",
-    "copies_dropped": "copies that found no room in the queue",
-    "copies_failed": "copies that ended in an error",
-    "store_faults": "calls that the store failed",
+    "blocks_loaded": "blocks loaded into vLLM's host pool",
+    "blocks_failed": "blocks that were a hit but could not be loaded",
+    "blocks_saved": "blocks saved in the store",
+    "blocks_already_stored": "blocks of saves that were already stored",
+    "blocks_dropped": "blocks of saves that were dropped",
+    "load_jobs": "load jobs of vLLM",
+    "save_jobs": "save jobs of vLLM",
+    "lookups_timed_out": "lookups without an answer within max_wait",
+    "lookups_dropped": "keys not looked up because the lookup cache was full",
+    "requests_truncated": "requests whose prefix did not fit into vLLM's host pool",
+    "loads_timed_out": "parts of loads truncated after max_wait",
+    "saves_timed_out": "parts of saves dropped after max_wait",
+    "copies_dropped": "copies dropped because the queue was full",
+    "copies_failed": "copies that failed",
+    "store_errors": "exceptions raised by the store",
 }
-"""What is told, of `KVStoreTier.stats`."""
+"""Counts of `KVStoreTier.stats` that are exported, with their help."""
 GAUGES: Final = {
     "store_connected": "1 while the store can be reached",
-    "keys_known": "keys whose answer is kept for requests that live",
+    "lookup_cache_size": "keys in the lookup cache",
 }
 
 
-def definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Their names on vLLM's /metrics (counters end with _total there)."""
+def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Definitions of all metrics by their name in vLLM. Counters end with _total on /metrics."""
     return {
         **{
             PREFIX + name: OffloadingCounterMetadata(documentation=f"kvstore: {text}")
@@ -53,19 +53,19 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
     }
 
 
-class TierGrowth:
-    """Turns counts since the start into what vLLM collects."""
+class TierDeltas:
+    """Turns counts since the start into the increments that vLLM collects."""
 
     def __init__(self) -> None:
         self._before: dict[str, int] = {}
 
     def since(self, now: Mapping[str, int]) -> OffloadingConnectorStats | None:
-        """What has changed since the last call; None when nothing has."""
+        """Changes since the last call; None without any."""
         stats = OffloadingConnectorStats()
         for name in COUNTERS:
-            grown = now.get(name, 0) - self._before.get(name, 0)
-            if grown:
-                stats.increase_counter(PREFIX + name, grown)
+            increment = now.get(name, 0) - self._before.get(name, 0)
+            if increment:
+                stats.increase_counter(PREFIX + name, increment)
         for name in GAUGES:
             if now[name] != self._before.get(name):
                 stats.set_gauge(PREFIX + name, int(now[name]))

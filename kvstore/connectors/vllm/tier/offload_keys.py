@@ -1,4 +1,4 @@
-"""What a tier's units are called in the store: the namespace they lie in, and their names there."""
+"""The namespace and the block hashes of vLLM's offloaded blocks in the store."""
 
 from __future__ import annotations
 
@@ -10,69 +10,71 @@ from typing import Any, Final
 
 from kvstore.blocks.key import DTYPE_BYTES, Namespace
 from kvstore.connectors.common.guarded_store import GuardedStore
-from kvstore.connectors.vllm.settings import StoreSettings
-from kvstore.connectors.vllm.weights_id import fingerprint_of_name
+from kvstore.connectors.vllm.common.settings import StoreSettings
+from kvstore.connectors.vllm.common.weights_id import identity_of_name
 from kvstore.errors import ConfigError
 from kvstore.interface import BlockStore, Load, Match, Save
 
 EPOCH_BYTES: Final = 16
 GROUP_BYTES: Final = 4
-"""vLLM's keys end with the number of the KV group, big-endian."""
-FIRST: Final = bytes(GROUP_BYTES)
+"""vLLM's offload keys end with the number of the KV group, big-endian."""
+FIRST_GROUP: Final = bytes(GROUP_BYTES)
 
 
-class UnitStore(GuardedStore):
-    """A guarded store that is asked by vLLM's keys: a block's hash and the number of its KV group.
+class OffloadKeyMap(GuardedStore):
+    """A guarded store with vLLM's offload keys: a block's hash and the number of its KV group.
 
-    A store's names are uniform in their first bytes (its catalogue goes by 16 of them), and one
-    block's keys in two groups begin alike, so all but the first group's are hashed. After `forget`
-    all are, with a random prefix that no other engine and no later start knows: the store is
-    shared, so nothing is deleted, and nothing saved before is found again.
+    The store's shared index uses the first 16 bytes of a block hash, which must be uniform. The
+    keys of one block in two groups begin alike, so the keys of all groups but the first are hashed.
+    `start_epoch` hashes all keys with a random prefix from then on, so that blocks saved before are
+    not found again. It deletes nothing, because other engines share the store.
     """
 
     def __init__(self, store: BlockStore) -> None:
         super().__init__(store)
         self._epoch = b""
 
-    def forget(self) -> None:
+    def start_epoch(self) -> None:
         self._epoch = os.urandom(EPOCH_BYTES)
 
     def match(self, hashes: Sequence[bytes]) -> Match | None:
-        return super().match(self._names(hashes))
+        return super().match(self._block_hashes(hashes))
 
     def load(self, hashes: Sequence[bytes]) -> Load | None:
-        return super().load(self._names(hashes))
+        return super().load(self._block_hashes(hashes))
 
     def save(self, hashes: Sequence[bytes]) -> Save | None:
-        return super().save(self._names(hashes))
+        return super().save(self._block_hashes(hashes))
 
-    def _names(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+    def _block_hashes(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         epoch = self._epoch
         return [
-            hashlib.sha256(epoch + key).digest() if epoch or key[-GROUP_BYTES:] != FIRST else key
+            hashlib.sha256(epoch + key).digest()
+            if epoch or key[-GROUP_BYTES:] != FIRST_GROUP
+            else key
             for key in keys
         ]
 
 
-def namespace_of_units(spec: Any, unit_bytes: int, settings: StoreSettings) -> Namespace:
-    """What fixes the bytes of a unit: opaque, all ranks and layers of a group of blocks in a row.
+def offload_namespace(spec: Any, block_bytes: int, settings: StoreSettings) -> Namespace:
+    """The namespace of offloaded blocks: opaque bytes of all ranks and layers of several blocks.
 
-    vLLM tells the tier the model's name only, so its weights are known by a local folder's files or
-    by the revision the user gives.
+    vLLM passes only the model's name to the tier. So the files of a local folder identify the
+    weights, or the revision that the user sets.
 
     Raises:
-        ConfigError: by neither; two revisions of a model would share blocks.
+        ConfigError: neither is known; two revisions of a model would share blocks.
     """
     config = spec.config
-    model, revision = fingerprint_of_name(config.model.name)
+    model, revision = identity_of_name(config.model.name)
     if not (settings.revision or revision):
         raise ConfigError(
-            f'set "revision" in the table of KVStoreTier: vLLM tells a tier the name '
-            f"{config.model.name!r} and nothing of its weights; the hub's commit is right"
+            f"cannot identify the weights of {config.model.name!r}: vLLM passes only the model's "
+            'name to a tier; set "revision" in the table of KVStoreTier, such as the hub commit'
         )
     dtype = str(config.model.dtype).removeprefix("torch.")
     element = DTYPE_BYTES.get(dtype, 1)
-    if unit_bytes % element:
+    if block_bytes % element:
         element = 1
     parts = {
         "groups": [
@@ -101,7 +103,7 @@ def namespace_of_units(spec: Any, unit_bytes: int, settings: StoreSettings) -> N
         dtype=dtype if element > 1 else "int8",
         layers=1,
         kv_heads=1,
-        head_dim=unit_bytes // element,
+        head_dim=block_bytes // element,
         head_dim_v=0,
         block_tokens=1,
         layout=f"vllm-offload-{digest}",

@@ -1,7 +1,7 @@
-"""Host pools that killed engines left behind.
+"""Removes host pools that killed engines left behind.
 
-vLLM's tiering keeps its host pool in /dev/shm/vllm_offload_<engine>.mmap and removes the name when
-the engine ends; a killed engine leaves it, and with it its gigabytes, until the machine restarts.
+vLLM's tiering keeps its host pool in /dev/shm/vllm_offload_<engine>.mmap and removes the file when
+the engine ends. If the engine is killed, the file and its gigabytes stay until the next reboot.
 """
 
 from __future__ import annotations
@@ -17,36 +17,37 @@ log = logging.getLogger(__name__)
 FOLDER: Final = Path("/dev/shm")
 NAMES: Final = "vllm_offload_*.mmap"
 STALE_S: Final = 120.0
-"""Age below which a pool is left alone though nobody here maps it: an engine in another process
-namespace may just be starting, and its ranks find the pool by this name. vLLM's ranks wait 30 s
-for one another there."""
+"""Minimum age of a stale pool. A younger pool that no process here maps may belong to an engine
+that is starting in another PID namespace. vLLM's ranks wait 30 s for one another there."""
 
 
-def abandoned(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[Path]:
-    """Pools of this user that no process maps, old enough to be nobody's."""
-    old = [path for path in folder.glob(NAMES) if _is_ours_and_old(path)]
+def find_stale_pools(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[Path]:
+    """Pools of this user that no process maps and that are older than `STALE_S`."""
+    old = [path for path in folder.glob(NAMES) if _is_own_and_old(path)]
     if not old:
         return []
-    mapped = _mapped(proc)
+    mapped = _mapped_pools(proc)
     return sorted(path for path in old if str(path) not in mapped)
 
 
-def remove_abandoned(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[Path]:
-    """Remove them; those that were. A pool that cannot be removed is left, and logged."""
+def remove_stale_pools(folder: Path = FOLDER, proc: Path = Path("/proc")) -> list[Path]:
+    """Remove the stale pools and return them. A pool that cannot be removed is logged."""
     removed = []
-    for path in abandoned(folder, proc):
+    for path in find_stale_pools(folder, proc):
         try:
             size = path.stat().st_size
             path.unlink()
         except OSError as error:
-            log.warning("cannot remove the abandoned host pool %s: %s", path, error.strerror)
+            log.warning("cannot remove the stale host pool %s: %s", path, error.strerror)
             continue
-        log.warning("removed the host pool %s (%d bytes) of an engine that is gone", path, size)
+        log.warning(
+            "removed the stale host pool %s (%d bytes) of an engine that has ended", path, size
+        )
         removed.append(path)
     return removed
 
 
-def _is_ours_and_old(path: Path) -> bool:
+def _is_own_and_old(path: Path) -> bool:
     try:
         status = path.stat()
     except OSError:
@@ -55,14 +56,14 @@ def _is_ours_and_old(path: Path) -> bool:
     return status.st_uid == os.getuid() and age_s > STALE_S
 
 
-def _mapped(proc: Path) -> set[str]:
-    """Names of host pools that some process maps."""
+def _mapped_pools(proc: Path) -> set[str]:
+    """Paths of the host pools that some process maps."""
     found = set()
     for maps in proc.glob("[0-9]*/maps"):
         try:
             text = maps.read_text(errors="replace")
         except OSError:
-            continue  # it has ended, or is another user's, whose pools are not ours
+            continue  # the process has ended, or belongs to another user
         for line in text.splitlines():
             if "vllm_offload_" in line:
                 found.add(line.split(maxsplit=5)[-1].removesuffix(" (deleted)"))

@@ -1,11 +1,12 @@
-"""`KVStoreTier`: a secondary tier of vLLM's own offloading, over the sidecar or a store in here.
+"""`KVStoreTier`: a secondary tier of vLLM's own offloading, over the sidecar or an embedded store.
 
-vLLM keeps L2 (its host pool), copies between device and host, and decides what goes down and comes
-up. This moves its units to and from the store, which has them on disk, in Redis or in S3, and
-checks every byte that comes from there before it can land in the pool. It runs in the scheduler's
-process: nothing in it waits but `drain_jobs`, which vLLM calls before it resets its pool, and a
-step that computes nothing, for a moment: vLLM's loop would else take the time from the threads
-that it waits for.
+vLLM keeps L2 (its host pool), copies between device and host, and decides which blocks to save and
+load. The tier saves and loads its offloaded blocks in the store, which has them on disk, in Redis
+or in S3. The store verifies every block before it is copied into the pool.
+
+It runs in the scheduler's process and waits in two places only. `drain_jobs`, which vLLM calls
+before it resets its pool, waits for running jobs. A step that computes nothing waits up to 1 ms,
+so that vLLM's loop does not take CPU time from the threads it waits for.
 
     "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 34359738368,
@@ -34,26 +35,26 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvstore.config.settings import validated
-from kvstore.connectors.vllm.connector.metadata import IdleSteps
-from kvstore.connectors.vllm.open_store import open_store
-from kvstore.connectors.vllm.settings import TierSettings
-from kvstore.connectors.vllm.tier.jobs import Transfers, rows_of
-from kvstore.connectors.vllm.tier.lookups import Lookups
-from kvstore.connectors.vllm.tier.metrics import TierGrowth, definitions
-from kvstore.connectors.vllm.tier.offload_keys import GROUP_BYTES, UnitStore, namespace_of_units
-from kvstore.connectors.vllm.tier.stale_pools import remove_abandoned
-from kvstore.interface import Answer
+from kvstore.config.settings import validate
+from kvstore.connectors.vllm.common.idle_steps import IdleSteps
+from kvstore.connectors.vllm.common.open_store import open_store
+from kvstore.connectors.vllm.common.settings import TierSettings
+from kvstore.connectors.vllm.tier.jobs import OffloadJobs, rows_of
+from kvstore.connectors.vllm.tier.lookups import LookupCache
+from kvstore.connectors.vllm.tier.metrics import TierDeltas, metric_definitions
+from kvstore.connectors.vllm.tier.offload_keys import GROUP_BYTES, OffloadKeyMap, offload_namespace
+from kvstore.connectors.vllm.tier.stale_pools import remove_stale_pools
+from kvstore.interface import LookupStatus
 
 log = logging.getLogger("vllm.kvstore")
 
 KEY_BYTES: Final = 32 + GROUP_BYTES
-"""A key whose hash is SHA-256."""
+"""Bytes of a key whose hash is SHA-256."""
 DRAIN_SLICE_S: Final = 0.01
-ANSWERS: Final = {
-    Answer.HIT: LookupResult.HIT,
-    Answer.MISS: LookupResult.MISS,
-    Answer.PENDING: LookupResult.RETRY,
+LOOKUP_RESULTS: Final = {
+    LookupStatus.HIT: LookupResult.HIT,
+    LookupStatus.MISS: LookupResult.MISS,
+    LookupStatus.PENDING: LookupResult.RETRY,
 }
 
 
@@ -71,21 +72,21 @@ class KVStoreTier(SecondaryTierManager):
         **table: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        settings = validated(TierSettings, table, "secondary_tiers")
-        remove_abandoned()
-        namespace = namespace_of_units(offloading_spec, self.block_size_bytes, settings)
+        settings = validate(TierSettings, table, "secondary_tiers")
+        remove_stale_pools()
+        namespace = offload_namespace(offloading_spec, self.block_size_bytes, settings)
         self._opened = open_store(
             settings, namespace, engine=offloading_spec.config.engine_id, name="vllm tier"
         )
-        self._store = store = UnitStore(self._opened.store)
-        deadline_ms = settings.deadline_ms
-        self._lookups = Lookups(store, deadline_ms=deadline_ms, clock=time.monotonic)
-        self._transfers = Transfers(
-            store, rows_of(primary_kv_view), deadline_ms=deadline_ms, clock=time.monotonic
+        self._store = store = OffloadKeyMap(self._opened.store)
+        max_wait_ms = settings.max_wait
+        self._lookups = LookupCache(store, timeout_ms=max_wait_ms, clock=time.monotonic)
+        self._jobs = OffloadJobs(
+            store, rows_of(primary_kv_view), max_wait_ms=max_wait_ms, clock=time.monotonic
         )
         self._steps = IdleSteps(time.monotonic)
-        self._growth = TierGrowth()
-        self._forgets = settings.on_reset == "forget"
+        self._deltas = TierDeltas()
+        self._forgets_on_reset = settings.on_reset == "forget"
         self._alive: set[str] = set()
         self._outdated: set[str] = set()
         self._loading: dict[int, str] = {}
@@ -97,11 +98,11 @@ class KVStoreTier(SecondaryTierManager):
             self._warn_of_hash(key)
         group = int.from_bytes(key[-GROUP_BYTES:], "big")
         position = req_context.get_offload_key_position(key) or 0
-        return ANSWERS[self._lookups.lookup(bytes(key), req_context.req_id, group, position)]
+        return LOOKUP_RESULTS[self._lookups.lookup(bytes(key), req_context.req_id, group, position)]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         if job_metadata.req_context.req_id in self._outdated:
-            self._transfers.refuse(job_metadata.job_id, [bytes(key) for key in job_metadata.keys])
+            self._jobs.drop_save(job_metadata.job_id, [bytes(key) for key in job_metadata.keys])
         else:
             self._submit(job_metadata, is_load=False)
 
@@ -110,29 +111,29 @@ class KVStoreTier(SecondaryTierManager):
         self._submit(job_metadata, is_load=True)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Called first in each step, before any lookup of it."""
+        """Outcomes of ended jobs. vLLM calls this first in each step, before any lookup."""
         results = []
-        waiting = self._lookups.waiting or self._transfers.busy
-        for end in self._transfers.finished(self._steps.wait_s(waiting)):
-            if end.is_load:
-                self._lookups.load_ended(self._loading.pop(end.job_id))
-            self._lookups.forget(end.lost)
-            moved = [OffloadKey(key) for key in end.moved]
+        waiting = self._lookups.has_in_flight or self._jobs.busy
+        for outcome in self._jobs.finished(self._steps.wait_s(waiting)):
+            if outcome.is_load:
+                self._lookups.end_load(self._loading.pop(outcome.job_id))
+            self._lookups.mark_missing(outcome.failed)
+            copied = [OffloadKey(key) for key in outcome.copied]
             results.append(
                 JobResult(
-                    job_id=end.job_id,
-                    success=end.ok,
-                    successful_keys=moved if end.is_load else None,
-                    transfer_time=end.seconds,
-                    transfer_bytes=len(moved) * self.block_size_bytes,
+                    job_id=outcome.job_id,
+                    success=outcome.ok,
+                    successful_keys=copied if outcome.is_load else None,
+                    transfer_time=outcome.seconds,
+                    transfer_bytes=len(copied) * self.block_size_bytes,
                 )
             )
-        self._lookups.take_in()
-        self._steps.stepped()
+        self._lookups.collect()
+        self._steps.end_step()
         return results
 
     def has_pending_work(self) -> bool:
-        return self._transfers.busy
+        return self._jobs.busy
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._alive.add(req_context.req_id)
@@ -141,61 +142,62 @@ class KVStoreTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._alive.discard(req_context.req_id)
         self._outdated.discard(req_context.req_id)
-        self._lookups.request_finished(req_context.req_id)
+        self._lookups.finish_request(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         for request_id in context.preempted_req_ids:
-            self._lookups.preempted(request_id)
-        self._lookups.send()
-        self._transfers.advance()
+            self._lookups.preempt_request(request_id)
+        self._lookups.send_batches()
+        self._jobs.advance()
 
     def drain_jobs(self) -> None:
-        """vLLM resets its host pool, and nothing else calls this: `on_reset` says what that means.
+        """vLLM calls this only before it resets its host pool. `on_reset` sets the effect.
 
-        Requests that run on through it may hold KV from before: what they have is not saved.
+        Running requests may have KV from before the reset, so their blocks are not saved.
         """
-        self._transfers.drain(DRAIN_SLICE_S)
-        if self._forgets:
-            self._store.forget()
-            self._lookups.forget_all()
+        self._jobs.drain(DRAIN_SLICE_S)
+        if self._forgets_on_reset:
+            self._store.start_epoch()
+            self._lookups.mark_all_missing()
             self._outdated = set(self._alive)
-            log.info("kvstore: a reset; nothing saved before is found by this engine any more")
+            log.info("kvstore: cache reset; this engine no longer uses blocks saved before it")
 
     def stats(self) -> Mapping[str, Any]:
-        """Counts since the start, and what is under way."""
+        """Counts since the start, and current gauges."""
         return {
             **self._lookups.counts,
-            **self._transfers.counts,
-            "store_faults": self._store.faults,
+            **self._jobs.counts,
+            "store_errors": self._store.errors,
             "store_connected": self._opened.store.slab is not None,
-            "keys_known": len(self._lookups),
-            "answered": self._lookups.answered,
-            "busy": self._transfers.busy,
+            "lookup_cache_size": len(self._lookups),
+            "lookup_batches_done": self._lookups.batches_done,
+            "busy": self._jobs.busy,
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._growth.since(self.stats())
+        return self._deltas.since(self.stats())
 
     @classmethod
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        return definitions()
+        return metric_definitions()
 
     def shutdown(self) -> None:
-        """Wait for running copies, hand back every lease, let go of vLLM's pool."""
-        self._transfers.close()
+        """Wait for running copies, release every lease, drop the view of vLLM's pool."""
+        self._jobs.close()
         self._opened.close()
 
     def _warn_of_hash(self, key: OffloadKey) -> None:
         self._key_bytes_seen = len(key)
         log.warning(
-            "kvstore: keys of %d bytes (xxhash): unless PYTHONHASHSEED is set, no other engine "
-            "and no restart finds them; --prefix-caching-hash-algo sha256_cbor is right",
+            "kvstore: keys of %d bytes (xxhash) differ in each process unless PYTHONHASHSEED is "
+            "set, so no other engine and no restart finds the blocks; use "
+            "--prefix-caching-hash-algo sha256_cbor",
             len(key),
         )
 
     def _submit(self, job: TransferJob, *, is_load: bool) -> None:
         keys = [bytes(key) for key in job.keys]
         rows = [int(row) for row in job.chunk_ids]
-        self._transfers.submit(job.job_id, keys, rows, is_load=is_load)
+        self._jobs.submit(job.job_id, keys, rows, is_load=is_load)

@@ -1,4 +1,4 @@
-"""Computing beside loading over prompt length: a picture, alone or in a page of its own."""
+"""Plots computing and loading times over prompt length, as an image or an HTML page."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvstore.prefetch.costs import CostModel
 GRID_POINTS: Final = 60
 
 
-def draw(report: dict[str, Any], model: CostModel, path: Path) -> None:
-    """Into a file, in the format that its name ends in."""
+def plot(report: dict[str, Any], model: CostModel, path: Path) -> None:
+    """Write the plot to a file, in the format of its suffix."""
     figure = _figure(report, model)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -66,12 +66,12 @@ def _figure(report: dict[str, Any], model: CostModel) -> Any:
 
 
 def title_of(report: dict[str, Any]) -> str:
-    """What was compared, in a line."""
-    return f"{report['model']}, {report['bytes_per_token']:,} bytes of KV a token"
+    """Return a one-line title of the comparison."""
+    return f"{report['model']}, {report['bytes_per_token']:,} bytes of KV per token"
 
 
 def page(report: dict[str, Any], model: CostModel, path: Path) -> None:
-    """A page that needs nothing else: the picture as SVG, the figures as a table."""
+    """Write a self-contained HTML page: the plot as SVG, the figures as a table."""
     image = io.StringIO()
     _figure(report, model).savefig(image, format="svg")
     svg = image.getvalue()
@@ -96,15 +96,15 @@ th, td {{ padding: .25rem .6rem; border-bottom: 1px solid #ccc; text-align: righ
 th:first-child {{ text-align: left; }}
 svg {{ max-width: 100%; height: auto; }}
 </style></head><body>
-<h1>From which length on does loading beat computing?</h1>
+<h1>From which length on is loading faster than computing?</h1>
 <p>{html.escape(title_of(report))}; prefill {report["prefill_tokens_per_s"]:,.0f} tokens/s
-({html.escape(report["prefill_source"])}). A tier pays for long prefixes above
+({html.escape(report["prefill_source"])}). A tier pays for long prefixes if it reads faster than
 {report["needed_bytes_per_s"] / 1e9:,.3g} GB/s.</p>
 {svg[svg.index("<svg") :]}
 <table><tr><th></th><th>GB/s</th><th>break-even, tokens</th>{head}</tr>
 {"".join(rows)}</table>
-<p>Loads were measured up to {report["measured_tokens"]:,} tokens; beyond that, and where a prefix
-is longer than the measured prompts, the figures are computed from the measured lines.</p>
+<p>Loads were measured up to {report["measured_tokens"]:,} tokens. Beyond that, and for prefixes
+longer than the measured prompts, the figures are extrapolated.</p>
 </body></html>
 """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Which prefixes clients ask for, as chains of blocks: what the dashboard shows of the cache.
+"""The prefixes that clients look up, as chains of blocks; the dashboard shows them.
 
-The store knows blocks by key and not what follows what; the runs that clients ask for tell it.
-Connections hand runs over without waiting (`asked`), a background thread takes them in (`digest`).
-Both the waiting runs and the blocks remembered are bounded: under much load this is a sample, and
-the blocks asked for longest ago are forgotten first. Nothing here decides anything.
+The store knows blocks by key, but not their order in a prompt. The lookups give the order.
+Connections queue lookups without waiting (`record_lookup`), and a background thread processes them
+(`process_lookups`). The queue and the number of blocks are bounded. So under heavy load this is a
+sample, and the least recently looked-up blocks are dropped first. Nothing depends on it.
 """
 
 from __future__ import annotations
@@ -19,86 +19,90 @@ from typing import Final
 from kvstore.blocks.key import Key
 
 MAX_BLOCKS: Final = 16_384
-"""Blocks remembered."""
-MAX_RUN: Final = 4096
-"""Blocks taken of one run, from its front."""
+"""Maximum number of blocks."""
+MAX_PREFIX_BLOCKS: Final = 4096
+"""Maximum number of blocks of one lookup, from its front."""
 MAX_WAITING: Final = 128
-"""Runs that wait to be taken in; more are counted and left out."""
+"""Maximum number of queued lookups; more are dropped and counted."""
 
 
 class Node:
-    """A block that was asked for. asks: runs it stood in."""
+    """A block that was looked up. lookups: number of lookups that contained it."""
 
-    __slots__ = ("asks", "children", "key", "parent")
+    __slots__ = ("children", "key", "lookups", "parent")
 
     def __init__(self, key: Key, parent: Node | None) -> None:
         self.key = key
         self.parent = parent
         self.children: dict[bytes, Node] = {}
-        self.asks = 0
+        self.lookups = 0
 
 
 @dataclass
 class Chain:
-    """Blocks that follow each other and were asked for equally often, and what branches off.
+    """Consecutive blocks with the same number of lookups, and the chains that follow.
 
-    keys: first to last. depth: blocks before the first. more: chains below that were left out.
+    keys: first to last. depth: blocks before the first. more: following chains that were left out.
     """
 
     keys: list[Key]
     depth: int
-    asks: int
+    lookups: int
     children: list[Chain] = field(default_factory=list)
     more: int = 0
 
 
 class PrefixIndex:
-    """See the module's text."""
+    """A tree of the blocks looked up; see the module's docstring."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._waiting: deque[tuple[str, str, Sequence[bytes]]] = deque()
         self._lock = threading.Lock()
         self._nodes: OrderedDict[Key, Node] = OrderedDict()
-        """Least recently asked for first. Who asks for a block asks for all before it, and those
-        are moved after it: the first is always a leaf."""
-        self._runs = 0
-        self._skipped = 0
+        """Least recently looked up first. A lookup of a block contains all blocks before it, and
+        those are moved after it. So the first node is always a leaf."""
+        self._lookups = 0
+        self._dropped = 0
 
-    def asked(self, tenant: str, namespace: str, hashes: Sequence[bytes]) -> None:
-        """A client asks for a run. From any thread; returns at once."""
+    def record_lookup(self, tenant: str, namespace: str, hashes: Sequence[bytes]) -> None:
+        """Queue a client's lookup. From any thread; returns at once."""
         if len(self._waiting) < MAX_WAITING:
-            # What waits is kept no longer than what is taken of it.
-            front = hashes if len(hashes) <= MAX_RUN else hashes[:MAX_RUN]
+            # A queued lookup keeps only the blocks that will be processed.
+            front = hashes if len(hashes) <= MAX_PREFIX_BLOCKS else hashes[:MAX_PREFIX_BLOCKS]
             self._waiting.append((tenant, namespace, front))
         else:
-            self._skipped += 1  # a statistic: two threads may lose a step
+            self._dropped += 1  # a statistic: two threads may lose an increment
 
-    def digest(self) -> None:
-        """Take in what was asked for. From one thread."""
+    def process_lookups(self) -> None:
+        """Process the queued lookups. From one thread."""
         for _ in range(len(self._waiting)):
             tenant, namespace, hashes = self._waiting.popleft()
             with self._lock:
-                self._runs += 1
-                self._take(tenant, namespace, hashes)
+                self._lookups += 1
+                self._add(tenant, namespace, hashes)
 
     def counts(self) -> dict[str, int]:
-        """blocks remembered, runs taken in, runs skipped."""
+        """Number of blocks, of lookups processed, and of lookups dropped."""
         with self._lock:
-            return {"blocks": len(self._nodes), "runs": self._runs, "skipped": self._skipped}
+            return {
+                "blocks": len(self._nodes),
+                "lookups": self._lookups,
+                "dropped": self._dropped,
+            }
 
-    def run_to(self, key: Key) -> list[bytes]:
-        """Hashes of the run that ends with this block; empty when it is not known."""
+    def prefix_to(self, key: Key) -> list[bytes]:
+        """The hashes of the prefix that ends with this block; empty if the block is unknown."""
         with self._lock:
             node = self._nodes.get(key)
             names = [each.key.hash for each in _upwards(node)]
         return names[::-1]
 
     def tree(self, most: int, may_see: Callable[[str], bool]) -> tuple[list[Chain], int]:
-        """The hottest chains, at most so many, as trees, the hottest first; trees left out.
+        """At most `most` of the hottest chains as trees, hottest first; number of trees left out.
 
-        may_see: whether a tenant's are wanted. Heat is blocks times asks; a chain is shown only
-        below its parent.
+        may_see: whether to include a tenant's chains. Heat is blocks times lookups. A chain is
+        shown only below its parent.
         """
         with self._lock:
             roots = [
@@ -128,9 +132,9 @@ class PrefixIndex:
                     heapq.heappush(waiting, (-_heat(below), next(order), below, further, chain))
             return shown, trees_more
 
-    def _take(self, tenant: str, namespace: str, hashes: Sequence[bytes]) -> None:
+    def _add(self, tenant: str, namespace: str, hashes: Sequence[bytes]) -> None:
         parent: Node | None = None
-        run: list[Node] = []
+        prefix: list[Node] = []
         for name in hashes:
             key = Key(tenant, namespace, name)
             node = self._nodes.get(key)
@@ -138,21 +142,21 @@ class PrefixIndex:
             if node is None:
                 node = self._nodes[key] = Node(key, None)
             if node.parent is None and parent is not None and (new or not _is_above(node, parent)):
-                # New, or met before in a run that began with it: now its place is known.
+                # A new node, or one whose earlier lookups began with it: now its place is known.
                 node.parent = parent
                 parent.children[name] = node
-            node.asks += 1
-            run.append(node)
+            node.lookups += 1
+            prefix.append(node)
             parent = node
-        for node in reversed(run):
+        for node in reversed(prefix):
             self._nodes.move_to_end(node.key)
-        if run:
-            for node in _upwards(run[0].parent):
+        if prefix:
+            for node in _upwards(prefix[0].parent):
                 self._nodes.move_to_end(node.key)
         while len(self._nodes) > self._max_blocks:
-            self._forget(next(iter(self._nodes.values())))
+            self._remove(next(iter(self._nodes.values())))
 
-    def _forget(self, node: Node) -> None:
+    def _remove(self, node: Node) -> None:
         del self._nodes[node.key]
         if node.parent is not None:
             del node.parent.children[node.key.hash]
@@ -167,21 +171,21 @@ def _upwards(node: Node | None) -> Iterator[Node]:
 
 
 def _is_above(node: Node, other: Node) -> bool:
-    """Whether `other` hangs below `node`: hashes that a client made up can follow in a circle."""
+    """Whether `other` is below `node`: hashes invented by a client can form a cycle."""
     return any(each is node for each in _upwards(other))
 
 
 def _chain_of(first: Node, depth: int) -> tuple[Chain, list[Node]]:
-    """The chain that begins with a block, and the blocks that follow its end."""
+    """The chain that begins with a node, and the nodes that follow its end."""
     keys, node = [first.key], first
     while len(node.children) == 1:
         [child] = node.children.values()
-        if child.asks != first.asks:
+        if child.lookups != first.lookups:
             break
         keys.append(child.key)
         node = child
-    return Chain(keys, depth, first.asks), list(node.children.values())
+    return Chain(keys, depth, first.lookups), list(node.children.values())
 
 
 def _heat(chain: Chain) -> int:
-    return len(chain.keys) * chain.asks
+    return len(chain.keys) * chain.lookups

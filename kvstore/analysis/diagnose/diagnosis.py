@@ -1,4 +1,4 @@
-"""What a classifier says."""
+"""The result of a classifier."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ SHOWN_CHARS: Final = 40
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """kind: one word; looks: what the difference looks like; advice: what to change."""
+class Diagnosis:
+    """kind: one word. looks: what the difference looks like. advice: what to change."""
 
     kind: str
     looks: str
@@ -18,5 +18,5 @@ class Verdict:
 
 
 def shown(text: str, limit: int = SHOWN_CHARS) -> str:
-    """A text in quotes, in one line, cut to a bearable length."""
+    """Return a text in quotes, in one line, cut to `limit` characters."""
     return repr(text if len(text) <= limit else text[: limit - 3] + "...")

@@ -1,4 +1,4 @@
-"""The index of what is asked for, against plain sets; the ring of samples."""
+"""The index of looked-up prefixes, against plain sets; the ring of samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvstore.blocks.key import Key
 from kvstore.service.http.dashboard import quantile_s
-from kvstore.service.prefix_index import MAX_RUN, MAX_WAITING, Chain, PrefixIndex
+from kvstore.service.http.prefix_index import MAX_PREFIX_BLOCKS, MAX_WAITING, Chain, PrefixIndex
 from kvstore.telemetry.history import MAX_POINTS, History, sample_of, thinned
 
 
@@ -18,8 +18,8 @@ def everybody(tenant: str) -> bool:
 
 
 def ask(index: PrefixIndex, run: list[str], tenant: str = "t") -> None:
-    index.asked(tenant, "n", chain(run))
-    index.digest()
+    index.record_lookup(tenant, "n", chain(run))
+    index.process_lookups()
 
 
 def chain(words: list[str]) -> list[bytes]:
@@ -37,24 +37,24 @@ def test_prompts_that_share_a_front_branch_after_it() -> None:
         ask(index, ["s", "y", "s", "a"])
     ask(index, ["s", "y", "s", "b", "c"])
     [top], more = index.tree(10, everybody)
-    assert (len(top.keys), top.asks, top.depth, more) == (3, 4, 0, 0)
-    assert [(len(each.keys), each.asks, each.depth) for each in top.children] == [
+    assert (len(top.keys), top.lookups, top.depth, more) == (3, 4, 0, 0)
+    assert [(len(each.keys), each.lookups, each.depth) for each in top.children] == [
         (1, 3, 3),
         (2, 1, 3),
     ]
     last = top.children[1].keys[-1]
-    assert index.run_to(last) == chain(["s", "y", "s", "b", "c"])
+    assert index.prefix_to(last) == chain(["s", "y", "s", "b", "c"])
 
 
 def test_the_rest_of_a_known_run_is_put_in_its_place() -> None:
     index = PrefixIndex()
     whole = chain(["a", "b", "c"])
-    index.asked("t", "n", whole[1:])  # its front was in the engine already
-    index.digest()
+    index.record_lookup("t", "n", whole[1:])  # its front was in the engine already
+    index.process_lookups()
     assert len(index.tree(10, everybody)[0]) == 1
-    index.asked("t", "n", whole)
-    index.digest()
-    assert index.run_to(Key("t", "n", whole[-1])) == whole
+    index.record_lookup("t", "n", whole)
+    index.process_lookups()
+    assert index.prefix_to(Key("t", "n", whole[-1])) == whole
 
 
 def test_tenants_are_apart() -> None:
@@ -63,7 +63,7 @@ def test_tenants_are_apart() -> None:
     ask(index, ["a"], "two")
     only, _ = index.tree(10, lambda tenant: tenant == "two")
     assert [each.keys[0].tenant for each in only] == ["two"]
-    assert index.run_to(Key("three", "n", b"a")) == []
+    assert index.prefix_to(Key("three", "n", b"a")) == []
 
 
 def test_what_is_shown_is_bounded_and_says_so() -> None:
@@ -80,17 +80,17 @@ def test_what_is_shown_is_bounded_and_says_so() -> None:
 def test_runs_that_nobody_takes_in_are_bounded_and_counted() -> None:
     index = PrefixIndex()
     for number in range(MAX_WAITING + 7):
-        index.asked("t", "n", [b"%d" % number])
-    index.digest()
-    assert index.counts() == {"blocks": MAX_WAITING, "runs": MAX_WAITING, "skipped": 7}
+        index.record_lookup("t", "n", [b"%d" % number])
+    index.process_lookups()
+    assert index.counts() == {"blocks": MAX_WAITING, "lookups": MAX_WAITING, "dropped": 7}
 
 
 def test_hashes_in_a_circle_end() -> None:
     index = PrefixIndex()
     for run in ([b"a", b"b", b"a"], [b"b", b"a", b"c"], [b"c", b"a"], [b"a", b"a"]):
-        index.asked("t", "n", run)
-    index.digest()
-    assert len(index.run_to(Key("t", "n", b"c"))) <= 3
+        index.record_lookup("t", "n", run)
+    index.process_lookups()
+    assert len(index.prefix_to(Key("t", "n", b"c"))) <= 3
     assert len(flat(index.tree(10, everybody)[0])) <= 3
 
 
@@ -109,48 +109,58 @@ def test_against_a_plain_list(runs: list[list[str]], most: int) -> None:
     # What is remembered is whole from its root: the last asked for as far as there is room.
     for node in index._nodes.values():
         words = node.key.hash.decode().split("/")
-        assert index.run_to(node.key) == chain(words)
+        assert index.prefix_to(node.key) == chain(words)
     if runs and len(runs[-1]) <= most:
-        assert index.run_to(Key("t", "n", chain(runs[-1])[-1])) == chain(runs[-1])
+        assert index.prefix_to(Key("t", "n", chain(runs[-1])[-1])) == chain(runs[-1])
     # Every block once, asked for as often as runs went through it.
     asks: dict[bytes, int] = {}
     for run in runs:
         for name in chain(run):
             asks[name] = asks.get(name, 0) + 1
-    seen = {k.hash: each.asks for each in flat(roomy.tree(999, everybody)[0]) for k in each.keys}
+    seen = {k.hash: each.lookups for each in flat(roomy.tree(999, everybody)[0]) for k in each.keys}
     assert seen == asks
 
 
-def stats_at(asked: int) -> dict[str, Any]:
+def stats_at(tokens: int) -> dict[str, Any]:
     users = [
-        {"tenant": "a", "asked": asked, "hits": {"l2": asked // 2}},
-        {"tenant": "b", "asked": 10, "hits": {"disk": 5}},
+        {"tenant": "a", "lookup_tokens": tokens, "hit_tokens": {"l2": tokens // 2}},
+        {"tenant": "b", "lookup_tokens": 10, "hit_tokens": {"disk": 5}},
     ]
     return {
         "l2": {"slots_ready": 3, "slot_bytes": 100, "evictions": 1},
         "tiers": {"disk": {"bytes_used": 7, "queued_writes": 2, "evictions": 0}},
-        "use": {"users": users},
+        "usage": {"users": users},
     }
 
 
 def test_samples_by_tenant() -> None:
-    asked = iter(range(0, 100, 10))
-    history = History(lambda: stats_at(next(asked)), lambda: None, samples=3, clock=lambda: 1.0)
+    tokens = iter(range(0, 100, 10))
+    history = History(lambda: stats_at(next(tokens)), lambda: None, samples=3, clock=lambda: 1.0)
     for _ in range(5):
         history.sample()
     columns = history.columns()
-    assert columns["asked"] == [30, 40, 50]  # of everybody; the first two have gone
-    assert columns["hits"] == {"l2": [10, 15, 20], "disk": [5, 5, 5]}
-    assert columns["used"] == {"l2": [300] * 3, "disk": [7] * 3}
-    assert history.columns("b")["asked"] == [10, 10, 10]
-    assert history.columns("nobody")["hits"] == {"l2": [0] * 3, "disk": [0] * 3}
+    assert columns["lookup_tokens"] == [
+        30,
+        40,
+        50,
+    ]  # of all tenants; the first two samples were dropped
+    assert columns["hit_tokens"] == {"l2": [10, 15, 20], "disk": [5, 5, 5]}
+    assert columns["used_bytes"] == {"l2": [300] * 3, "disk": [7] * 3}
+    assert history.columns("b")["lookup_tokens"] == [10, 10, 10]
+    assert history.columns("nobody")["hit_tokens"] == {"l2": [0] * 3, "disk": [0] * 3}
 
 
 def test_an_empty_history() -> None:
     history = History(dict, lambda: None)
     assert history.columns()["time_s"] == []
     history.close()
-    assert set(sample_of(stats_at(1), 2.0)) == {"time_s", "users", "used", "queued", "evictions"}
+    assert set(sample_of(stats_at(1), 2.0)) == {
+        "time_s",
+        "tenants",
+        "used_bytes",
+        "queued_writes",
+        "evictions",
+    }
 
 
 @given(st.integers(0, 2000))
@@ -171,27 +181,27 @@ def test_quantiles() -> None:
 
 def test_a_run_longer_than_is_taken_does_not_wait_whole() -> None:
     index = PrefixIndex()
-    index.asked("t", "n", [b"%d" % number for number in range(MAX_RUN + 500)])
+    index.record_lookup("t", "n", [b"%d" % number for number in range(MAX_PREFIX_BLOCKS + 500)])
     [(_, _, waiting)] = index._waiting
-    assert len(waiting) == MAX_RUN
-    index.digest()
-    assert index.counts()["blocks"] == MAX_RUN
+    assert len(waiting) == MAX_PREFIX_BLOCKS
+    index.process_lookups()
+    assert index.counts()["blocks"] == MAX_PREFIX_BLOCKS
 
 
-def test_a_sample_does_not_grow_with_routes() -> None:
+def test_a_sample_does_not_grow_with_traffic_labels() -> None:
     users = [
         {
             "tenant": f"t{number % 2}",
-            "route": f"r{number}",
-            "asked": 4,
-            "hits": {"l2": 1, "disk": 2},
+            "traffic": f"r{number}",
+            "lookup_tokens": 4,
+            "hit_tokens": {"l2": 1, "disk": 2},
         }
         for number in range(100)
     ]
     stats = {
         "l2": {"slots_ready": 1, "slot_bytes": 8, "evictions": 0},
         "tiers": {},
-        "use": {"users": users},
+        "usage": {"users": users},
     }
     each = (200, {"l2": 50, "disk": 100})
-    assert sample_of(stats, 1.0)["users"] == [("t0", *each), ("t1", *each)]
+    assert sample_of(stats, 1.0)["tenants"] == [("t0", *each), ("t1", *each)]

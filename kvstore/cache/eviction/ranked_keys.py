@@ -1,4 +1,4 @@
-"""Keys in order of a whole number, for policies that score what they hold."""
+"""Keys ordered by an integer rank, for policies that score their keys."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Generic
 from kvstore.cache.eviction.base import K
 
 
-class Ranked(Generic[K]):
-    """Keys by rank, lowest first; of one rank, the one put there first.
+class RankedKeys(Generic[K]):
+    """Keys by rank, lowest first; keys of the same rank in the order they got it.
 
-    O(1) but for a rank that nobody has yet, or has no more: that moves the list of the ranks in
-    use. Its owner keeps those few (a named bound), so that it is some hundred numbers.
+    O(1), except when a rank comes into use or goes out of use: that shifts the list of ranks in
+    use. The owner bounds their number (a named constant), so the list has some hundred entries.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,17 @@ class Ranked(Generic[K]):
             yield from self._keys[rank]
 
     def rank(self, key: K) -> int:
-        """Its rank; KeyError when it has none."""
+        """The rank of a key. Raises KeyError for an unknown key."""
         return self._rank[key]
 
     def put(self, key: K, rank: int) -> None:
-        """The key is the last of this rank from here on."""
+        """Add the key to this rank, or move it there, as the last one."""
         before = self._rank.get(key)
         if before is not None:
             if before == rank:
                 self._keys[rank].move_to_end(key)
                 return
-            self._leave(key, before)
+            self._detach(key, before)
         self._rank[key] = rank
         keys = self._keys.get(rank)
         if keys is None:
@@ -51,13 +51,13 @@ class Ranked(Generic[K]):
             insort(self._ranks, rank)
         keys[key] = None
 
-    def drop(self, key: K) -> int:
-        """Forget the key; returns the rank it had."""
+    def remove(self, key: K) -> int:
+        """Remove the key; returns its rank."""
         rank = self._rank.pop(key)
-        self._leave(key, rank)
+        self._detach(key, rank)
         return rank
 
-    def _leave(self, key: K, rank: int) -> None:
+    def _detach(self, key: K, rank: int) -> None:
         keys = self._keys[rank]
         del keys[key]
         if not keys:

@@ -42,7 +42,7 @@ from kvstore.errors import FrameInvalid
 SLICE_ELEMENTS = 1 << 17
 """Elements compressed at a time: as many as a zstd block holds bytes."""
 
-PAYS_FROM = 1 / 20
+MIN_SAVING = 1 / 20
 """Least part of a block that must be saved for encoding to pay for the decoding."""
 
 ELEMENT_BYTES = (1, 2, 4)
@@ -93,12 +93,12 @@ class _Tools(threading.local):
         self.plane = np.empty(SLICE_ELEMENTS, np.uint8)
 
 
-class ZstdPlanes:
+class ByteshuffleZstd:
     """Codec "zstd-planes/N" for blocks of N-byte elements. Works on blocks of any length."""
 
     def __init__(self, element_bytes: int) -> None:
         assert element_bytes in ELEMENT_BYTES, element_bytes
-        self.name = f"zstd-planes/{element_bytes}"
+        self.frame_id = f"zstd-planes/{element_bytes}"
         self._size = element_bytes
         self._tried = _TRIED_PLANES[element_bytes]
         self._tools = _Tools()
@@ -129,7 +129,7 @@ class ZstdPlanes:
                     return 0
                 at += int(lengths[body])
                 body += 1
-        if at > raw_bytes * (1 - PAYS_FROM):
+        if at > raw_bytes * (1 - MIN_SAVING):
             return 0
         _HEAD.pack_into(target, 0, raw_bytes)
         target[_HEAD.size : _HEAD.size + lengths.nbytes] = lengths.tobytes()
@@ -247,4 +247,4 @@ def _parts(values: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def open(config: Config) -> Codec:
-    return ZstdPlanes(config.element_bytes)
+    return ByteshuffleZstd(config.element_bytes)

@@ -40,17 +40,19 @@ PATHS = (
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]:
     """Engines of two tenants, both connected."""
     folder = tmp_path_factory.mktemp("shared")
-    server = {"tokens": TOKENS, "admin_token": ADMIN}
+    server = {"auth_tokens": TOKENS, "admin_auth_token": ADMIN}
     made = ForkedSidecar(folder, {**disk(folder / "disk"), "server": server})
     with (
-        Client(made.socket, NAMESPACE, token="token-a", name="annas", reply_limit_s=LIMIT_S) as one,
+        Client(
+            made.socket, NAMESPACE, auth_token="token-a", name="annas", response_timeout_s=LIMIT_S
+        ) as one,
         Client(
             made.socket,
             OTHERS_MODEL,
-            token="token-b",
+            auth_token="token-b",
             name="berts-engine",
-            route="berts-route",
-            reply_limit_s=LIMIT_S,
+            traffic_label="berts-route",
+            response_timeout_s=LIMIT_S,
         ) as two,
     ):
         for client in (one, two):
@@ -96,8 +98,8 @@ def test_the_node_s_numbers_are_everybodys(shared: ForkedSidecar) -> None:
     mine, whole = (asked(shared, "/v1/stats", token) for token in ("token-a", ADMIN))
     assert mine["l2"]["slots_ready"] == whole["l2"]["slots_ready"] == 12
     assert mine["tiers"]["disk"]["blocks"] == whole["tiers"]["disk"]["blocks"]
-    assert mine["use"]["users"] == [
-        user for user in whole["use"]["users"] if user["tenant"] == "team-anna"
+    assert mine["usage"]["users"] == [
+        user for user in whole["usage"]["users"] if user["tenant"] == "team-anna"
     ]
 
 
@@ -110,7 +112,7 @@ def test_the_node_s_numbers_are_everybodys(shared: ForkedSidecar) -> None:
         ("POST", "/v1/unpin"),
         ("POST", "/v1/warm"),
         ("POST", "/v1/reload"),
-        ("GET", f"/v1/dashboard/run?tenant=team-bert&namespace={NAMESPACE.digest}&hash=00"),
+        ("GET", f"/v1/dashboard/prefix?tenant=team-bert&namespace={NAMESPACE.digest}&hash=00"),
         ("GET", "/v1/ls?tenant=team-bert"),
     ],
 )
@@ -124,6 +126,8 @@ def test_a_tenant_is_no_administrator(shared: ForkedSidecar, method: str, path: 
 
 
 def test_the_administrator_may_warm_and_look(shared: ForkedSidecar, tmp_path: Any) -> None:
-    code, out, err = run_command(tmp_path, "stats", "--url", shared.url, "--token", ADMIN, "--json")
+    code, out, err = run_command(
+        tmp_path, "stats", "--url", shared.url, "--auth-token", ADMIN, "--json"
+    )
     assert (code, err) == (0, "")
     assert "team-bert" in out

@@ -1,6 +1,6 @@
-"""Which weights vLLM computes with, as a word: two that differ must not share blocks.
+"""Identifies the weights that vLLM computes with: different weights must not share blocks.
 
-A model on the hub has a commit; a local folder has `connectors.weights.fingerprint`.
+A model on the hub has a commit. A local folder has a fingerprint (`weights_digest`).
 """
 
 from __future__ import annotations
@@ -15,38 +15,43 @@ from kvstore.connectors.common.weights_digest import fingerprint, has_weights
 from kvstore.errors import ConfigError
 
 STATIC_ROPES: Final = ("default", "linear", "llama3", "yarn", "mrope")
-"""Kinds of RoPE whose angles do not depend on the longest context an engine is started with."""
-NOT_THE_MODEL: Final = ("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype")
-"""Fields of a config that say where it came from, or what the namespace says itself."""
-OF_ITEMS: Final = (
+"""Kinds of RoPE whose angles do not depend on the maximum context length of the engine."""
+IGNORED_CONFIG_FIELDS: Final = (
+    "_name_or_path",
+    "_commit_hash",
+    "transformers_version",
+    "torch_dtype",
+)
+"""Fields of a config that name its source, or repeat what the namespace contains."""
+MULTIMODAL_FIELDS: Final = (
     "mm_processor_kwargs",
     "media_io_kwargs",
     "video_pruning_rate",
     "video_pruning_method",
     "mm_encoder_attn_dtype",
 )
-"""Fields of vLLM's multimodal configuration that change what an image or a sound becomes, and are
-in no hash: it names an item by its bytes and by what the request itself says."""
+"""Fields of vLLM's multimodal configuration that change the tensors of an image or a sound. vLLM's
+hashes do not cover them, only the bytes of the item and the parameters of the request."""
 PROCESSOR_FILES: Final = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""Files of a folder that say how images and sounds become tensors."""
+"""Files of a model folder that define how images and sounds become tensors."""
 
 
-def revision_of(vllm_config: Any, said: str = "") -> str:
-    """Which weights, and a digest of what else decides the KV: the model's configuration as vLLM
-    has it, with overrides, and how it prepares images and sounds.
+def revision_of(vllm_config: Any, revision: str = "") -> str:
+    """Identity of the weights, and a digest of everything else that the KV depends on: the model's
+    configuration with overrides, and the preparation of images and sounds.
 
-    said: the user's word for the weights; without it their commit or their files' fingerprint.
+    revision: set by the user. "": the commit of the weights, or the fingerprint of their files.
 
-    Raises ConfigError: weights that are known by neither.
+    Raises ConfigError: weights that have neither.
     """
     model = vllm_config.model_config
     load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
-    if said:
-        weights = said
+    if revision:
+        weights = revision
     elif load_format.endswith("dummy"):
         weights = "dummy"
     else:
@@ -62,16 +67,15 @@ def _weights_of(model: Any, load_format: str) -> str:
     commit = None if elsewhere or path.exists() else _commit_of(model)
     if commit is None:
         raise ConfigError(
-            f'set "revision" in kv_connector_extra_config: the weights of {model.model!r} are '
-            "neither of the hub nor in a local folder, so nothing tells them from others of that "
-            "name; any word that changes with them is right"
+            f"cannot identify the weights of {model.model!r} (no hub commit, no local files); set "
+            '"revision" in kv_connector_extra_config to a string that changes with the weights'
         )
     return commit[:16]
 
 
 def _commit_of(model: Any) -> str | None:
-    """The hub's commit of the weights: as vLLM resolved it, or of the configuration, where that is
-    of the same repository; or the user's own word."""
+    """The commit of the weights on the hub: as vLLM resolved it, else that of the configuration if
+    it is in the same repository, else the revision that the user set."""
     resolved = getattr(model.revision, "resolved", None)
     config_path = getattr(model, "hf_config_path", None) or model.model
     of_config = getattr(model.hf_config, "_commit_hash", None)
@@ -79,9 +83,9 @@ def _commit_of(model: Any) -> str | None:
     return str(found) if found else None
 
 
-def fingerprint_of_name(name: str) -> tuple[str, str]:
-    """(id, revision) of a model of which only the name is known: a local folder (or file) is known
-    by its files, anything else has no revision here ("")."""
+def identity_of_name(name: str) -> tuple[str, str]:
+    """(id, revision) of a model of which only the name is known. The revision is a fingerprint of a
+    local folder or file, and "" for anything else."""
     path = Path(name)
     if not path.exists():
         return name, ""
@@ -92,23 +96,23 @@ def fingerprint_of_name(name: str) -> tuple[str, str]:
 
 
 def config_digest(model_config: Any) -> str:
-    """8 hex digits over the model's configuration, over the context where KV depends on it, and
-    over how images and sounds are prepared."""
-    told = model_config.hf_config.to_dict()
-    fields: dict[str, Any] = {k: v for k, v in told.items() if k not in NOT_THE_MODEL}
+    """8 hex digits over the model's configuration, the context length if the KV depends on it, and
+    the preparation of images and sounds."""
+    config = model_config.hf_config.to_dict()
+    fields: dict[str, Any] = {k: v for k, v in config.items() if k not in IGNORED_CONFIG_FIELDS}
     if not _rope_kinds(model_config) <= set(STATIC_ROPES):
         fields["max_model_len"] = model_config.max_model_len
     items = getattr(model_config, "multimodal_config", None)
     if items is not None:
-        said = {name: getattr(items, name, None) for name in OF_ITEMS}
+        options = {name: getattr(items, name, None) for name in MULTIMODAL_FIELDS}
         files = _digest_of_files(Path(model_config.model), PROCESSOR_FILES)
-        fields["multimodal"] = {**said, "files": files}
+        fields["multimodal"] = {**options, "files": files}
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _digest_of_files(folder: Path, names: Sequence[str]) -> str:
-    """8 hex digits over those that are there; of a file or a name of the hub, over none."""
+    """8 hex digits over those of these files that the folder has."""
     digest = hashlib.sha256()
     for name in names:
         file = folder / name
@@ -120,7 +124,7 @@ def _digest_of_files(folder: Path, names: Sequence[str]) -> str:
 
 
 def _rope_kinds(model_config: Any) -> set[str]:
-    """Of all layers: some models have one for each kind of layer."""
+    """Kinds of RoPE in all layers: some models have one for each kind of layer."""
     text = getattr(model_config, "hf_text_config", model_config.hf_config)
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     if not isinstance(rope, dict):

@@ -1,0 +1,1 @@
+"""Modules that KVStoreConnector and KVStoreTier share. None of them imports vllm."""
