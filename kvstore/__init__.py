@@ -4,8 +4,8 @@ This module is the public API. `open` runs a store inside this process; `connect
 of the node's sidecar. `Namespace` and `hash_tokens` name blocks. The other names are the contracts
 that the author of a connector, a tier or a codec implements, and the errors they raise.
 `kvstore.testing` has the conformance suites. `kvstore.connectors.vllm` and
-`kvstore.connectors.sglang` are what these engines load. Every other module is private by convention:
-it may move or change in any release.
+`kvstore.connectors.sglang` are what these engines load. Every other module is private by
+convention: it may move or change in any release.
 
 Names are loaded on first use, so that `import kvstore` takes a moment only and needs none of the
 libraries that some parts use.
@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from kvstore.version import __version__
 
 if TYPE_CHECKING:
     from kvstore.blocks.hashing import BlockHasher as BlockHasher
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
     from kvstore.store.assembly import open as open
     from kvstore.tiers.base import ErrorClass as ErrorClass
     from kvstore.tiers.base import Tier as Tier
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "kvstore.blocks.hashing": ("BlockHasher", "MMItem", "hash_tokens"),

@@ -1,8 +1,15 @@
-"""Codecs: how a block is stored. One file per kind; its module offers `Config` and `open(config)`.
-`base` is their contract, `chooser` picks one for each block.
+"""Codecs: how blocks are encoded in a tier. Each kind is one module.
 
-A kind's name is its file's name ("zstd_planes.py" is "zstd-planes"); no table lists them. A
-codec's full name adds the parameter that decoding needs: "zstd-planes/2".
+A module's name is the kind in the configuration: "byteshuffle_zstd.py" is "byteshuffle-zstd". The
+module defines
+
+    KIND       the kind
+    FRAME_ID   its name in frame headers, without the parameter; it never changes
+    Config     the parameters of decoding: `for_dtype`, and `for_parameter` of a frame ID
+    open       creates the codec from a `Config`
+
+A frame header contains the frame ID with its parameter: "zstd-planes/2". `base` is the contract of
+a codec, and `chooser` selects a codec for each block.
 """
 
 from __future__ import annotations
@@ -19,13 +26,14 @@ from kvstore.config.renamed import refuse_value
 from kvstore.errors import ConfigError, FrameInvalid
 
 AUTO = "auto"
-"""The kind that means: what usually pays for this dtype, then what `chooser` finds."""
-DEFAULT_KIND = "zstd-planes"
+"""The kind that starts with `DEFAULT_KIND` and then follows `chooser`."""
+DEFAULT_KIND = "byteshuffle-zstd"
+"""The kind that compresses most dtypes best."""
 NOT_CODECS = ("base", "chooser")
-"""Modules here that are no codecs."""
+"""Modules in this package that are not codecs."""
 
 MAX_OPEN_CODECS = 64
-"""Codecs kept for the next frame of the same name."""
+"""Maximum number of cached codecs."""
 
 
 class _Config(Protocol):
@@ -37,48 +45,48 @@ class _Config(Protocol):
 
 
 class _Module(Protocol):
+    KIND: str
+    FRAME_ID: str
     Config: type[_Config]
 
     def open(self, config: _Config) -> Codec: ...
 
 
 def kinds() -> list[str]:
-    """Names of all kinds of codec, in order."""
+    """All kinds, sorted."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
     return sorted(name.replace("_", "-") for name in names if name not in NOT_CODECS)
 
 
 @functools.lru_cache(maxsize=MAX_OPEN_CODECS)
 def codec_by_frame_id(frame_id: str) -> Codec:
-    """The codec that a frame's header names, such as "identity" or "zstd-planes/2".
+    """The codec of a frame ID, such as "identity" or "zstd-planes/2".
 
-    Raises FrameInvalid for a name that no codec of ours bears: it came with a frame.
+    Raises FrameInvalid: the frame ID, which comes from a frame header, is unknown.
     """
-    kind, _, parameter = frame_id.partition("/")
-    if kind not in kinds():
-        raise FrameInvalid(f"a frame of the unknown codec {frame_id!r}")
-    module = _module(kind)
+    name, _, parameter = frame_id.partition("/")
+    module = next((each for each in map(_module, kinds()) if name == each.FRAME_ID), None)
     try:
-        codec = module.open(module.Config.for_parameter(parameter))
+        codec = module and module.open(module.Config.for_parameter(parameter))
     except ValueError:
-        raise FrameInvalid(f"a frame of the unknown codec {frame_id!r}") from None
-    if codec.frame_id != frame_id:
-        raise FrameInvalid(f"a frame of the unknown codec {frame_id!r}")
+        codec = None
+    if codec is None or codec.frame_id != frame_id:
+        raise FrameInvalid(f"frame with an unknown codec {frame_id!r}")
     return codec
 
 
 def codec_for(kind: str, dtype: str) -> Codec:
-    """The codec of this kind for blocks of `dtype`; kind "auto" is what usually pays for it.
+    """The codec of a kind for blocks of `dtype`. kind: "auto" means `DEFAULT_KIND` here.
 
-    Raises ConfigError for an unknown kind or dtype.
+    Raises ConfigError: the kind or the dtype is unknown.
     """
     if dtype not in DTYPE_BYTES:
-        raise ConfigError(f"unknown KV dtype {dtype!r}; one of {', '.join(DTYPE_BYTES)} is right")
+        raise ConfigError(f"unknown KV dtype {dtype!r}; use one of {', '.join(DTYPE_BYTES)}")
     known = [AUTO, *kinds()]
     if kind not in known:
         refuse_value("codec", kind)
         near = difflib.get_close_matches(kind, known, n=1, cutoff=0.0)
-        raise ConfigError(f"unknown codec {kind!r}; the nearest is {near[0]!r}")
+        raise ConfigError(f"unknown codec {kind!r}; the closest one is {near[0]!r}")
     module = _module(DEFAULT_KIND if kind == AUTO else kind)
     return module.open(module.Config.for_dtype(dtype))
 

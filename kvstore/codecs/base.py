@@ -1,36 +1,42 @@
-"""The contract of a codec: pure functions from view to view, no state between calls.
+"""The contract of a codec: pure functions from buffer to buffer, without state between calls.
 
-`encode` and `decode` write into the caller's buffer and return how many bytes they wrote. A codec
-may be called from several threads at once. A codec that does not pay for a block says so by
-returning 0 from `encode`, and the block is kept as it is (identity).
+`encode` and `decode` write into the caller's buffer and return the number of bytes written. Several
+threads may use a codec at the same time. `encode` returns 0 if the codec does not pay for a block;
+the block is then stored uncompressed.
 
-The name in a frame's header, `codec.name`, carries every parameter that decoding needs
-("zstd-planes/2": two-byte elements), so a frame is readable by whoever knows the name:
-`codecs.open(name)`.
+A codec has two names:
+
+    kind       the name in the configuration and in statistics, such as "byteshuffle-zstd"
+    frame_id   the name in frame headers, such as "zstd-planes/2", with all parameters of decoding
+
+Frame IDs never change: other releases read and write frames of the same tier.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
+
+UNCOMPRESSED_ID: Final = "identity"
+"""Frame ID of an uncompressed block."""
 
 
 class Codec(Protocol):
-    """Encodes blocks for rest and transport."""
+    """Encodes blocks for storage in a tier."""
 
+    kind: str
     frame_id: str
 
     def bound(self, raw_bytes: int) -> int:
-        """Most bytes `encode` may write for a block of `raw_bytes`."""
+        """Maximum bytes that `encode` writes for a block of `raw_bytes`."""
         ...
 
     def encode(self, source: memoryview, target: memoryview) -> int:
-        """Encode all of `source` into the front of `target`; 0 when it does not pay."""
+        """Encode all of `source` into the front of `target`; returns 0 if it does not pay."""
         ...
 
     def decode(self, source: memoryview, target: memoryview) -> int:
-        """Decode all of `source` into the front of `target`.
+        """Decode all of `source` into the front of `target`; never writes outside of it.
 
-        Raises FrameInvalid when `source` is not what encode wrote, or does not fit; never writes
-        outside `target`.
+        Raises FrameInvalid: `encode` did not write `source`, or the block does not fit.
         """
         ...

@@ -1,14 +1,19 @@
-"""The dull twin: a block is stored as it is."""
+"""No compression: blocks are stored as they are."""
 
 from __future__ import annotations
 
-from kvstore.codecs.base import Codec
+from typing import Final
+
+from kvstore.codecs.base import UNCOMPRESSED_ID, Codec
 from kvstore.config.settings import Section
 from kvstore.errors import FrameInvalid
 
+KIND: Final = "none"
+FRAME_ID: Final = UNCOMPRESSED_ID
+
 
 class Config(Section):
-    """Nothing to set."""
+    """This codec has no parameters."""
 
     @classmethod
     def for_dtype(cls, dtype: str) -> Config:
@@ -17,29 +22,30 @@ class Config(Section):
     @classmethod
     def for_parameter(cls, parameter: str) -> Config:
         if parameter:
-            raise ValueError(f"identity takes no parameter, not {parameter!r}")
+            raise ValueError(f"{FRAME_ID} has no parameter (got {parameter!r})")
         return cls()
 
 
 class Uncompressed:
-    """Copies; `encode` therefore always pays nothing, but says how much it wrote."""
+    """Copies blocks. Also the reference implementation of a codec in tests."""
 
-    frame_id = "identity"
+    kind = KIND
+    frame_id = FRAME_ID
 
     def bound(self, raw_bytes: int) -> int:
         return raw_bytes
 
     def encode(self, source: memoryview, target: memoryview) -> int:
-        """Copy `source`; 0 when `target` is shorter."""
+        """Copy `source`; returns 0 if `target` is shorter."""
         if len(source) > len(target):
             return 0
         target[: len(source)] = source
         return len(source)
 
     def decode(self, source: memoryview, target: memoryview) -> int:
-        """Copy `source`; raises FrameInvalid when `target` is shorter."""
+        """Copy `source`. Raises FrameInvalid: `target` is shorter."""
         if len(source) > len(target):
-            raise FrameInvalid(f"{len(source)} stored bytes for a block of {len(target)}")
+            raise FrameInvalid(f"{len(source)} stored bytes for a block of {len(target)} bytes")
         target[: len(source)] = source
         return len(source)
 

@@ -19,8 +19,8 @@ from kvstore.blocks import frame
 from kvstore.blocks.frame import FrameHeader
 from kvstore.blocks.key import DTYPE_BYTES, Key
 from kvstore.cache.commands import LoadOutcome
+from kvstore.codecs.base import UNCOMPRESSED_ID as UNCOMPRESSED_ID
 from kvstore.codecs.base import Codec
-from kvstore.codecs.chooser import UNCOMPRESSED_ID as UNCOMPRESSED_ID
 from kvstore.codecs.chooser import Cost
 from kvstore.errors import FrameInvalid, FrameTooLarge, TierError, TierUnavailable
 from kvstore.tiers.base import IO_ALIGNMENT, ErrorClass, Tier

@@ -18,8 +18,8 @@ from typing import Any, Final
 from kvstore import codecs
 from kvstore.blocks.key import Key
 from kvstore.cache.commands import InFlightLoad, LoadOutcome, TierWrite
-from kvstore.codecs.base import Codec
-from kvstore.codecs.chooser import UNCOMPRESSED_ID, Chooser
+from kvstore.codecs.base import UNCOMPRESSED_ID, Codec
+from kvstore.codecs.chooser import Chooser
 from kvstore.errors import TierError
 from kvstore.shm.slab import Slab
 from kvstore.store import block_io

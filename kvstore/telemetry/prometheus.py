@@ -21,7 +21,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvstore import __version__
+from kvstore.version import __version__
 from kvstore.telemetry.prometheus_tables import (
     CODEC_METRICS,
     COUNTER,

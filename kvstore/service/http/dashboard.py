@@ -19,7 +19,7 @@ from typing import Any, Final
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from kvstore import __version__
+from kvstore.version import __version__
 from kvstore.blocks.key import Key
 from kvstore.service.access.auth import Unauthorised
 from kvstore.service.http.app import Service, bearer_token, hashes_in, namespace_in
