@@ -110,7 +110,7 @@ def measure(kind: str, dtype: str, blocks: list[memoryview], repeats: int) -> di
     stored = sum(length or raw_bytes for length in lengths)
     return {
         "dtype": dtype,
-        "codec": codec.frame_id,
+        "codec": codec.kind,
         "block_bytes": raw_bytes,
         "ratio": round(total / stored, 3),
         "encode_mb_s": round(total / encode_s / 1e6),

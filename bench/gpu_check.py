@@ -1,4 +1,4 @@
-"""Is the GPU path right on this machine, and how fast is it?
+"""Is the GPU path correct on this machine, and how fast is it?
 
     python bench/gpu_check.py [--json FILE] [--markdown FILE] [--budget-s 270] [--disk-folder DIR]
                               [--quick]
@@ -8,12 +8,11 @@ On one GPU, with torch, cupy and Triton installed and nothing to download, in un
 1. every kernel, launcher and path against the loops of `kernels.reference`, bit for bit;
 2. GB/s from device to slots and back for 16 to 1,024 blocks of 2 MiB, by each path, beside a plain
    `cudaMemcpyAsync` of as many bytes of the same pinned memory;
-3. an engine with random weights at the shape of Llama-3-8B over L2 and disk: that KV comes back as
-   it was, time to first token computed and loaded, by prompt length, and the break-even length.
+3. an engine with random weights at the shape of Llama-3-8B over L2 and disk: equality of loaded KV,
+   time to first token computed and loaded by prompt length, and the break-even length.
 
-Without a GPU the same script runs on the CPU at small sizes; what needs a device is skipped, and it
-says so. Exit status 1 when a check failed. Parts that no longer fit into the budget are skipped and
-named.
+Without a GPU the script runs on the CPU at small sizes, and lists the parts that it skips. The exit
+status is 1 if a check failed. Parts that exceed the budget are skipped and listed.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from kvstore.shm.slab import Slab
 BLOCK_BYTES: Final = 2 << 20
 ROUNDS: Final = 5
 WANTED_SHARE: Final = 0.9
-"""Of a plain pinned copy's speed, that gathers and scatters shall reach."""
+"""Fraction of the speed of a plain pinned copy that gathers and scatters must reach."""
 
 DTYPES: Final = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -55,7 +54,7 @@ Pool = Callable[[torch.device], PoolLayout]
 
 @dataclass
 class Report:
-    """What was found, in the order of the parts."""
+    """The results, in the order of the parts."""
 
     machine: dict[str, str]
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -76,13 +75,13 @@ PAGES: Final = [[4, 1], [0, 3], [5, -1]]
 
 
 def random_values(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The same values on every device."""
+    """Random values, the same on every device."""
     generator = torch.Generator().manual_seed(7)
     return torch.randn(shape, generator=generator).to(dtype).to(device)
 
 
 def pools(dtype: torch.dtype) -> dict[str, Pool]:
-    """A pool of every engine's layout, made on a device."""
+    """Pools with the layout of each engine, on a device."""
 
     def make(*shape: int) -> Callable[[torch.device], torch.Tensor]:
         return lambda device: random_values(*shape, dtype=dtype, device=device)
@@ -111,7 +110,7 @@ def pools(dtype: torch.dtype) -> dict[str, Pool]:
 def copiers(
     pool: PoolLayout, form: BlockFormat, slab: Slab
 ) -> Iterator[tuple[str, Callable[[], Copier]]]:
-    """Every way this machine has to copy this pool."""
+    """Every copier for this pool on this machine."""
     if pool.device.type == "cpu":
         yield "numpy", lambda: HostCopier(pool, form)
         yield "torch", lambda: DeviceCopier(pool, form)
@@ -171,7 +170,7 @@ def check_format(
     reference.scatter(here, PAGES[::-1], wanted, form)
     scattered = sheets_bytes(here)
     there = make(device)
-    for way, copier_of in copiers(there, form, slab):
+    for label, copier_of in copiers(there, form, slab):
         problems = []
         try:
             copier = copier_of()
@@ -192,9 +191,9 @@ def check_format(
                 if sheets_bytes(there) != scattered:
                     problems.append("scatter by layer" if by_layer else "scatter")
             copier.close()
-        except Exception as error:  # a check that breaks is a failed check, and the others go on
+        except Exception as error:  # an exception is a failed check, and the others continue
             problems.append(f"{type(error).__name__}: {error}")
-        report.checks.append({"check": name, "way": way, "ok": not problems, "what": problems})
+        report.checks.append({"check": name, "copier": label, "ok": not problems, "what": problems})
 
 
 def check_int8_error(report: Report) -> None:
@@ -209,7 +208,7 @@ def check_int8_error(report: Report) -> None:
     report.summary["int8 error, bf16 normal values"] = str(error_of(before, pool))
 
 
-# ---- 2: how fast copies are ----
+# ---- 2: copy speed ----
 
 
 def best_s(call: Callable[[], object]) -> float:
@@ -229,25 +228,25 @@ def measure_copies(report: Report, device: torch.device, deadline_s: float) -> N
     layout = PoolLayout.reference(pool)
     slab = Slab.create(most, BLOCK_BYTES)
     order = np.random.default_rng(0).permutation(most)
-    for way, copier_of in copiers(layout, BlockFormat(), slab):
-        if way == "torch" and device.type == "cuda":
+    for label, copier_of in copiers(layout, BlockFormat(), slab):
+        if label == "torch" and device.type == "cuda":
             continue
         copier = copier_of()
         for count in counts:
             if time.monotonic() > deadline_s:
-                report.skipped.append(f"copies of {count} blocks by {way}: out of time")
+                report.skipped.append(f"copies of {count} blocks by {label}: out of time")
                 continue
             pages = [[int(page)] for page in order[:count]]
             slots = [slab.view(int(slot)) for slot in order[::-1][:count]]
             nbytes = count * BLOCK_BYTES
             plain = plain_gb_s(slab, pool, nbytes)
-            row: dict[str, Any] = {"blocks": count, "way": way}
+            row: dict[str, Any] = {"blocks": count, "copier": label}
             for direction, copy in (("D2H", copier.gather), ("H2D", copier.scatter)):
                 copy(pages, slots).wait()
                 rate = nbytes / best_s(lambda c=copy, p=pages, s=slots: c(p, s).wait()) / 1e9
                 row[f"{direction}_gb_s"] = round(rate, 2)
                 row[f"{direction}_plain_gb_s"] = round(plain[direction], 2)
-                row[f"{direction}_share"] = round(rate / plain[direction], 3)
+                row[f"{direction}_fraction"] = round(rate / plain[direction], 3)
             report.copies.append(row)
         copier.close()
     slab.close()
@@ -256,8 +255,8 @@ def measure_copies(report: Report, device: torch.device, deadline_s: float) -> N
 
 
 def plain_gb_s(slab: Slab, pool: torch.Tensor, nbytes: int) -> dict[str, float]:
-    """A plain copy of so many bytes between the slab and as much of the pool's memory; on a device
-    by `cudaMemcpyAsync`, the slab being registered."""
+    """Speed of a plain copy of `nbytes` between the slab and the pool's memory. On a device it is
+    `cudaMemcpyAsync` with a registered slab."""
     flat = pool.view(-1).view(torch.uint8)[:nbytes]
     host = torch.frombuffer(slab.view(0).obj, dtype=torch.uint8)[:nbytes]
 
@@ -273,28 +272,28 @@ def plain_gb_s(slab: Slab, pool: torch.Tensor, nbytes: int) -> dict[str, float]:
 
 
 def best_paths(copies: list[dict[str, Any]]) -> dict[str, Any]:
-    """For each direction, the bytes from which the copy engine is the faster path, and the share of
-    the plain copy that the better path reaches at worst."""
+    """For each direction, the size above which the copy engine is the faster path, and the smallest
+    fraction of the plain copy's speed that the faster path reaches."""
     found: dict[str, Any] = {}
     for direction in Direction:
         key = f"{direction.value}_gb_s"
         by_count: dict[int, dict[str, float]] = {}
         for row in copies:
-            by_count.setdefault(row["blocks"], {})[row["way"]] = row[key]
+            by_count.setdefault(row["blocks"], {})[row["copier"]] = row[key]
         engine_from = None
         for count in sorted(by_count, reverse=True):
-            best = max(by_count[count], key=lambda way: by_count[count][way])
+            best = max(by_count[count], key=lambda label: by_count[count][label])
             if CopyPath.COPY_ENGINE.value not in best:
                 break
             engine_from = count * BLOCK_BYTES
-        shares = [
-            max(row[f"{direction.value}_share"] for row in copies if row["blocks"] == count)
+        fractions = [
+            max(row[f"{direction.value}_fraction"] for row in copies if row["blocks"] == count)
             for count in by_count
         ]
         found[direction.value] = {
             "copy engine from bytes": engine_from,
             "default": COPY_ENGINE_FROM_BYTES[direction],
-            "worst share of plain copy": min(shares, default=0.0),
+            "smallest fraction of plain copy": min(fractions, default=0.0),
         }
     return found
 
@@ -303,7 +302,7 @@ def best_paths(copies: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def big_model(device: torch.device) -> LoadedModel:
-    """Random weights at Llama-3-8B's shape, of as many layers as fit; a small one on CPU."""
+    """Random weights at Llama-3-8B's shape with as many layers as fit; a small model on CPU."""
     if device.type == "cpu":
         return random_model(0, layers=4, hidden=256, heads=8, kv_heads=2, device="cpu")
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -355,7 +354,7 @@ def measure_engine(report: Report, device: torch.device, folder: str, deadline_s
 
 
 def check_kv(report: Report, rig: Rig, loaded: LoadedModel, prompt: list[int]) -> None:
-    """KV that was computed, stored and loaded is the KV in the pool before, byte for byte."""
+    """Check that loaded KV equals the computed KV, byte for byte."""
     engine, salt = rig.engine, f"kept {len(prompt)}"
     full = (len(prompt) - 1) // BLOCK_TOKENS
 
@@ -379,7 +378,7 @@ def check_kv(report: Report, rig: Rig, loaded: LoadedModel, prompt: list[int]) -
         # The last page is computed in another batch shape, which may round otherwise in bf16.
         report.summary[f"tokens after a load of {len(prompt)}"] = "differ (see KV bytes)"
     name = f"engine, KV of {len(prompt)} tokens through L2"
-    report.checks.append({"check": name, "way": "engine", "ok": same and came, "what": what})
+    report.checks.append({"check": name, "copier": "engine", "ok": same and came, "what": what})
 
 
 # ---- the report ----
@@ -409,7 +408,7 @@ def markdown(report: Report) -> str:
     failed = report.failed
     parts = ["## GPU check", ", ".join(f"{key} {value}" for key, value in report.machine.items())]
     parts.append(f"Checks: {len(report.checks)}, failed: {len(failed)}.")
-    parts += [f"- FAILED {row['check']} by {row['way']}: {row['what']}" for row in failed]
+    parts += [f"- FAILED {row['check']} by {row['copier']}: {row['what']}" for row in failed]
     parts += [table(rows) for rows in (report.copies, report.engine) if rows]
     parts += [f"- {key}: {value}" for key, value in report.summary.items()]
     parts += [f"- skipped: {line}" for line in report.skipped]
@@ -417,12 +416,12 @@ def markdown(report: Report) -> str:
 
 
 def guarded(report: Report, part: str, call: Callable[[], None]) -> None:
-    """A part that breaks is a failed check; the others still run."""
+    """Run a part. An exception is a failed check, and the other parts still run."""
     try:
         call()
     except Exception as error:
         what = [f"{type(error).__name__}: {error}"]
-        report.checks.append({"check": part, "way": "whole part", "ok": False, "what": what})
+        report.checks.append({"check": part, "copier": "whole part", "ok": False, "what": what})
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -450,11 +449,13 @@ def run(options: argparse.Namespace) -> Report:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write everything into this file")
-    parser.add_argument("--markdown", type=Path, help="write the tables into this file")
-    parser.add_argument("--budget-s", type=float, default=270.0, help="seconds for all parts")
-    parser.add_argument("--quick", action="store_true", help="one dtype instead of three")
-    parser.add_argument("--disk-folder", help="where the disk tier's folder is made")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
+    parser.add_argument(
+        "--budget-s", type=float, default=270.0, help="time budget of all parts, in seconds"
+    )
+    parser.add_argument("--quick", action="store_true", help="test one dtype instead of three")
+    parser.add_argument("--disk-folder", help="folder in which the disk tier's folder is created")
     options = parser.parse_args()
     report = run(options)
     text = markdown(report)

@@ -1,11 +1,11 @@
-"""What do a set, a get and an exists cost SGLang, of pages of 2 MiB, beside its own file backend?
+"""Cost of set, get and exists for SGLang with pages of 2 MiB, compared with its own file backend.
 
-Both backends get the same pages in one run, in turns, on the same disk, through the calls that
-SGLang's controller makes: whole pages in tensors for the file backend (copied to and from the host
-pool, as the controller does), addresses for kvstore. kvstore runs as on a node: a sidecar in a
-process of its own with a disk tier. "on disk" is until the bytes are written and synced: SGLang's
-backend never syncs, so this bench syncs its files. "cold" has nothing in memory: the page cache is
-dropped for the files, L2 is emptied for kvstore, whose disk tier reads past the page cache.
+Both backends get the same pages in one run, in turns, on the same disk, with the calls of SGLang's
+controller: whole pages in tensors for the file backend (copied to and from the host pool, as the
+controller does), addresses for kvstore. kvstore runs as on a node: a sidecar in a separate process
+with a disk tier. "on disk" ends when the bytes are written and synced: SGLang's backend never
+syncs, so this bench syncs its files. "cold" has nothing in memory: the page cache is dropped for
+the files, and L2 is cleared for kvstore, whose disk tier bypasses the page cache.
 
     python bench/sglang_backend.py [--pages 256] [--rounds 3] [--folder DIR] [--json]
     python bench/sglang_backend.py --steps  # of one read: decode, verify, copy to the pool
@@ -41,12 +41,12 @@ LAYERS, TOKENS, HEADS, WIDTH = 32, 16, 8, 128
 PAGE_BYTES = LAYERS * TOKENS * HEADS * WIDTH * 2 * 2
 """Llama-3-8B in bfloat16: 2 MiB."""
 BATCH = 128
-"""Pages of SGLang's batches."""
+"""Pages of a batch of SGLang."""
 STANDINS = Path(__file__).parents[1] / "tests" / "engines" / "sglang" / "standins"
 
 
 class HostPool:
-    """The memory of SGLang's host pool, page first: K and V of a page are a piece each."""
+    """The memory of SGLang's host pool, page first: K and V of a page are one extent each."""
 
     layout, dtype, page_size = "page_first", torch.bfloat16, TOKENS
     layer_num, head_num, head_dim, v_head_dim = LAYERS, HEADS, WIDTH, WIDTH
@@ -193,7 +193,7 @@ def storage_config(chosen: dict[str, Any]) -> Any:
 
 
 def gb_per_s(call: Callable[[list[str], Sequence[int]], bool], keys: list[str]) -> float:
-    """Of all keys, batch by batch; page i of the pool belongs to key i."""
+    """Call for all keys, batch by batch. Page i of the pool belongs to key i."""
     start = time.perf_counter()
     for at in range(0, len(keys), BATCH):
         assert call(keys[at : at + BATCH], range(at, min(at + BATCH, len(keys)))), "a page failed"
@@ -203,7 +203,7 @@ def gb_per_s(call: Callable[[list[str], Sequence[int]], bool], keys: list[str]) 
 def exists_us(
     backend: Any, keys: list[str], there: int = BATCH, calls: int = 300
 ) -> tuple[float, float]:
-    """(median, fastest) of one call for a batch of which so many, from the first on, are there."""
+    """(median, fastest) time of one call for a batch with this number of leading pages."""
     times = []
     for _ in range(calls):
         start = time.perf_counter()
@@ -213,7 +213,7 @@ def exists_us(
 
 
 def measure(backend: Any, pool: HostPool, keys: list[str]) -> dict[str, float]:
-    """One round over an empty backend; the pool's pages come back equal."""
+    """One round with an empty backend. Checks that the loaded pages are equal."""
     sums = page_sums(pool, len(keys))
     row = {}
     start = time.perf_counter()
@@ -226,11 +226,11 @@ def measure(backend: Any, pool: HostPool, keys: list[str]) -> dict[str, float]:
     row["miss_us"], row["miss_min_us"] = exists_us(backend, missing, 0)
     pool.kv_buffer.zero_()
     row["get_warm_gb_s"] = gb_per_s(backend.get, keys)
-    assert page_sums(pool, len(keys)) == sums, "other bytes came back"
+    assert page_sums(pool, len(keys)) == sums, "the loaded bytes differ"
     backend.make_cold()
     pool.kv_buffer.zero_()
     row["get_cold_gb_s"] = gb_per_s(backend.get, keys)
-    assert page_sums(pool, len(keys)) == sums, "other bytes came back"
+    assert page_sums(pool, len(keys)) == sums, "the loaded bytes differ"
     backend.forget()
     return row
 
@@ -244,7 +244,7 @@ def page_sums(pool: HostPool, pages: int) -> list[bytes]:
 def backends(pool: HostPool, folder: Path, pages: int) -> Iterator[list[Any]]:
     made: list[Any] = [FileBackend(pool, folder)]
     try:
-        for codec in ("identity", "auto"):
+        for codec in ("none", "auto"):
             store = KVStore(pool, folder / codec, pages, codec)
             store.name = f"kvstore {codec}"
             made.append(store)
@@ -271,15 +271,15 @@ def run(pages: int, rounds: int, where: str | None) -> list[dict[str, Any]]:
 
 
 def best(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Of times the least, of rates the most: the machine disturbs, and never helps."""
+    """The shortest times and the highest rates of all rounds: other work only slows them down."""
     return {
         name: (min if name.endswith("_us") else max)(row[name] for row in rows) for name in rows[0]
     }
 
 
 def steps_ms() -> dict[str, float]:
-    """Milliseconds of one thread's CPU for each step of a compressed page's way to the host pool;
-    the least of many. The pages are normal noise: real KV compresses a little better."""
+    """CPU milliseconds of one thread for each step from a compressed page to the host pool; the
+    minimum of many. The pages are normal noise: real KV compresses a little better."""
     pool = HostPool(16)
     noise = torch.Generator().manual_seed(1)
     pool.kv_buffer.copy_(torch.randn(pool.kv_buffer.shape, generator=noise, dtype=torch.float32))
@@ -310,13 +310,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pages", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--folder", help="where both keep their files; the default's disk is /tmp's"
-    )
+    parser.add_argument("--folder", help="folder for the files of both; default: in /tmp")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # several wait for one another where other work runs
+    torch.set_num_threads(1)  # several threads wait for one another if other work runs
     if importlib.util.find_spec("torchvision") is None:
         sys.path.append(str(STANDINS))
     if options.steps:

@@ -378,7 +378,7 @@ def contains_local(tier: str, directory: str) -> dict[str, float]:
         config = disk.Config(directory=folder, capacity=4 * CONTAINS_BLOCKS * LAYER_BYTES)
         tiers: list[Tier] = [disk.open(config), below]
         slab = Slab.create(CONTAINS_BLOCKS + 64, LAYER_BYTES)
-        with Store(slab, tiers, codecs={"disk": "identity"}) as store:
+        with Store(slab, tiers, codecs={"disk": "none"}) as store:
             session = store.session(space)
             hashes = [key_of(number).hash for number in range(CONTAINS_BLOCKS)]
             for start in range(0, CONTAINS_BLOCKS, 64):

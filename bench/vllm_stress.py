@@ -1,15 +1,14 @@
-"""Does vLLM stay right beside kvstore for ten minutes of pressure?
+"""Is vLLM's output with kvstore correct during ten minutes of pressure?
 
     python bench/vllm_stress.py --vllm .venv-vllm/bin/python [--by connector|tier]
                                 [--seconds 600] [--seed 0] [--json]
 
 A real vLLM with a pool of 64 blocks, so that it preempts, over a sidecar with a small L2 and a disk
-below it. Rounds of 32 requests at once with shared prefixes, a fifth of them aborted at some
-step; now and then vLLM's own cache is emptied, the sidecar's L2 too, or the sidecar is stopped and
-started, or killed and started while a round runs. A second vLLM without a store, and with room,
-says what each output must be. At the end no lease may be out and every block free. The exit code is
-1 when anything was wrong, or when there was nothing that could have gone wrong: no preemption, no
-block loaded, no kill.
+below it. Each round has 32 concurrent requests with shared prefixes; a fifth of them are aborted at
+some step. Some rounds clear vLLM's own cache or the sidecar's L2, restart the sidecar, or kill and
+restart it while requests run. A second vLLM without a store and with enough memory gives the
+expected outputs. At the end no lease may be open and every block must be free. The exit code is 1
+if anything was wrong, or if the run tested nothing: no preemption, no loaded block, or no kill.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ ABORTED_SHARE: Final = 0.2
 PREFIXES: Final = 12
 OUTPUT_TOKENS: Final = 24
 ROUNDING: Final = 1e-4
-"""By which two log-probabilities may differ; what was seen is 5e-6."""
+"""Maximum difference of two log-probabilities; the largest one measured is 5e-6."""
 ROUND_LIMIT_S: Final = 300.0
 HOST_BYTES: Final = 8 << 20
-"""vLLM's host pool above the tier, smaller than what a round computes."""
+"""Bytes of vLLM's host pool above the tier, less than the KV of a round."""
 KILLED_WITHIN_S: Final = 2.0
-"""Of a round's beginning, which takes some seconds."""
+"""Delay of a kill after the start of a round, which takes some seconds."""
 DISTURBANCES: Final = ("nothing", "nothing", "reset", "reset", "clear", "restart", "kill")
 
 
 class Stress:
-    """Both engines, the sidecar, and what has been seen."""
+    """Both engines, the sidecar, and the findings."""
 
     def __init__(self, folder: Path, python: str, seed: int, by: str) -> None:
         self.by = by
@@ -78,7 +77,7 @@ class Stress:
         return [self.random.randrange(4, 512) for _ in range(count)]
 
     def round(self, number: int) -> None:
-        """32 requests at once, and one disturbance before them or meanwhile."""
+        """32 concurrent requests, and one disturbance before or during them."""
         what = self.random.choice(DISTURBANCES)
         self.counts[f"disturbed by {what}"] += 1
         self.disturb(what)
@@ -118,9 +117,9 @@ class Stress:
         self.counts["aborted"] += len(aborts)
 
     def compare(self, name: str, told: dict[str, Any], expected: dict[str, Any]) -> None:
-        """The same tokens with the same log-probabilities. Where two tokens are equally probable
-        but for rounding, which depends on what is computed beside them, either may come; what
-        follows is then another text."""
+        """Check for the same tokens with the same log-probabilities. If two tokens are equally
+        probable within rounding, which depends on the rest of the batch, either is valid; the
+        texts may then differ."""
         pairs = zip(told["tokens"], expected["tokens"], strict=False)
         for at, (token, right) in enumerate(pairs):
             found, wanted = told["logprobs"][at], expected["logprobs"][at]
@@ -139,14 +138,14 @@ class Stress:
             urllib.request.urlopen(request, timeout=60).close()
         if what == "restart":
             if self.sidecar.stop() != 0:
-                self.wrong.append("a sidecar ended with leases that had not come back")
+                self.wrong.append("a sidecar ended with unreleased leases")
             self.sidecar.start()
 
     def finish(self) -> dict[str, Any]:
-        """Look for what is left over, and end everything."""
+        """Check for leaks, and end all processes."""
         if self.tested.ask("settle")["requests"]:
             self.wrong.append("vLLM still knows requests")
-        wait_until(lambda: self.sidecar.stats()["l2"]["slots_leased"] == 0, "leases come back")
+        wait_until(lambda: self.sidecar.stats()["l2"]["slots_leased"] == 0, "leases are released")
         metrics = self.tested.ask("metrics")["metrics"]
         self.counts["preemptions"] = int(metrics.get("vllm:num_preemptions", 0))
         free = self.tested.ask("free")
@@ -158,21 +157,21 @@ class Stress:
             self.look_at_tier()
         for name in ("preemptions", "loaded", "disturbed by kill"):
             if not self.counts[name]:
-                self.wrong.append(f"nothing was tried: {name} is 0")
+                self.wrong.append(f"the run tested nothing: {name} is 0")
         if self.tested.end() or self.right.end():
-            self.wrong.append("an engine's process ended badly")
+            self.wrong.append("an engine's process failed")
         if self.sidecar.stop():
-            self.wrong.append("the sidecar ended with leases that had not come back")
+            self.wrong.append("the sidecar ended with unreleased leases")
         return {"wrong": self.wrong, **self.counts}
 
     def look_at_connector(self, metrics: dict[str, float]) -> None:
-        held = self.tested.held()
+        state = self.tested.state()
         for side, name in (
             ("scheduler", "loads_under_way"), ("scheduler", "requests_waiting"),
             ("worker", "loads_under_way"), ("worker", "saves_under_way"),
         ):  # fmt: skip
-            if held[side][name]:
-                self.wrong.append(f"{side}: {held[side][name]} {name}")
+            if state[side][name]:
+                self.wrong.append(f"{side}: {state[side][name]} {name}")
         for name in ("loaded", "failed", "saved"):
             self.counts[name] = int(metrics.get(f"vllm:kvstore_blocks_{name}", 0))
         name = "saves_preempted"
@@ -183,12 +182,12 @@ class Stress:
         if stats["busy"]:
             self.wrong.append("the tier has jobs that have not ended")
         for name in ("loaded", "saved", "refused"):
-            self.counts[name] = int(stats.get(f"units_{name}", 0))
+            self.counts[name] = int(stats.get(f"blocks_{name}", 0))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vllm", default=sys.executable, help="a Python that has vLLM")
+    parser.add_argument("--vllm", default=sys.executable, help="Python with vLLM installed")
     parser.add_argument("--by", choices=("connector", "tier"), default="connector")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,19 +1,19 @@
-"""How soon does vLLM's first token come: computed, or from which cache, by prompt length?
+"""Time to vLLM's first token by prompt length: computed, and from each cache.
 
     python bench/vllm_ttft.py --vllm .venv-vllm/bin/python [--lengths 128,...,900,1900]
                               [--repeats N] [--json] [--png docs/img/vllm_ttft.png]
     python bench/vllm_ttft.py --vllm .venv-vllm/bin/python --saves 100
 
-The second form asks one thing only: what saving adds to a cold request. The two engines take turns
-at the same prompts, now one first, now the other.
+The second form measures only the cost of saving in a cold request. The two engines take turns with
+the same prompts and alternate in who is first.
 
-Real vLLM on this CPU with a tiny model (4 layers, 4 KiB of float32 KV a token), so that what a
-cache costs is not hidden by what computing costs. Columns: `plain` computed by a vLLM without any
-store, `cold` computed beside kvstore, which saves it; `own` vLLM's own prefix cache; `L2` and
-`disk` kvstore's connector over a sidecar; `tier` kvstore's tier from the sidecar's L2, `tier disk`
-from its disk, `fs` vLLM's own tier on files, all three in vLLM's native offloading with its host
-pool emptied. The engines answer in turns, and of several repeats the middle is kept; what one has
-saved is on disk before the next is asked. `tier` and `fs` copy by the same stand-in for vLLM's CUDA
+Real vLLM on this CPU with a tiny model (4 layers, 4 KiB of float32 KV a token), so that computing
+does not hide the cost of a cache. Columns: `plain` is computed by a vLLM without a store; `cold` is
+computed with kvstore, which saves it; `own` is vLLM's own prefix cache; `L2` and `disk` are
+KVStoreConnector over a sidecar; `tier` is KVStoreTier from the sidecar's L2, `tier disk` from its
+disk, and `fs` vLLM's own tier on files, all three in vLLM's native offloading with an empty host
+pool. The engines run in turns, and the median of the repeats is reported. The blocks of one engine
+are on disk before the next one starts. `tier` and `fs` use the same replacement of vLLM's CUDA
 worker; their files are in the page cache.
 """
 
@@ -42,9 +42,9 @@ HOST_BYTES: Final = 64 << 20
 
 
 class Bench:
-    """Four engines, each in a process of its own, that answer one at a time.
+    """Four engines, each in a separate process, that run one at a time.
 
-    names: of the engines to start; None: all.
+    names: engines to start. None: all.
     """
 
     def __init__(self, folder: Path, python: str, names: Sequence[str] | None = None) -> None:
@@ -59,7 +59,7 @@ class Bench:
         transfers: dict[str, Any] = {
             "plain": None,
             "connector": connector(self.sidecar.socket, prefetch=PATIENT, response_timeout=60_000),
-            "tier": tier(HOST_BYTES, our_tier(self.sidecar.socket, deadline_ms=60_000)),
+            "tier": tier(HOST_BYTES, our_tier(self.sidecar.socket, max_wait=60_000)),
             "fs": tier(HOST_BYTES, files),
         }
         self.engines: dict[str, Engine] = {}
@@ -85,7 +85,7 @@ class Bench:
         return 1e3 * float(result["seconds"])
 
     def once(self, length: int) -> dict[str, float]:
-        """One prompt through every column."""
+        """Measure one prompt in every column."""
         prompt = self.prompt(length)
         found = {
             "plain": self.first_token_ms("plain", prompt, False),
@@ -111,7 +111,7 @@ class Bench:
         return found
 
     def _without_host_pool(self, name: str) -> None:
-        """Nothing is left in the engine; what it had lies in its tier, written out."""
+        """Write the engine's blocks to its tier, and clear its caches."""
         self.engines[name].ask("settle")
         self._post("/v1/flush")
         self.engines[name].ask("reset", connector=True)
@@ -127,12 +127,12 @@ class Bench:
 
 
 def measure(lengths: list[int], repeats: int, python: str) -> list[dict[str, Any]]:
-    """A row for each length: the middle of each column, in milliseconds."""
+    """A row for each length: the median of each column, in milliseconds."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), python)
         try:
-            bench.once(max(lengths))  # what only the first request pays
+            bench.once(max(lengths))  # warm-up: only the first request has this cost
             runs: dict[int, list[dict[str, float]]] = {length: [] for length in lengths}
             for _ in range(repeats):
                 for length in lengths:
@@ -147,10 +147,10 @@ def measure(lengths: list[int], repeats: int, python: str) -> list[dict[str, Any
 
 
 def measure_saves(lengths: list[int], pairs: int, python: str) -> list[dict[str, Any]]:
-    """A row for each length: cold time beside kvstore over cold time without it.
+    """A row for each length: cold time with kvstore over cold time without it.
 
-    undisturbed: of the fastest tenth of each, which other work on the machine disturbed least;
-    low, median, high: quartiles over the pairs.
+    undisturbed: ratio of the fastest tenths, which other work on the machine affected least;
+    low, median, high: quartiles of the pairs.
     """
     rows = []
     names = ("plain", "connector")
@@ -165,7 +165,7 @@ def measure_saves(lengths: list[int], pairs: int, python: str) -> list[dict[str,
                         times[name] = bench.first_token_ms(name, prompt, False)
                     bench.engines["connector"].ask("settle")
                     found.append(times)
-                del found[0]  # pays for what only the first request does
+                del found[0]  # warm-up: only the first request has this cost
                 fast = {
                     name: statistics.quantiles([t[name] for t in found], n=10)[0] for name in names
                 }
@@ -215,10 +215,15 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vllm", default=sys.executable, help="a Python that has vLLM")
+    parser.add_argument("--vllm", default=sys.executable, help="Python with vLLM installed")
     parser.add_argument("--lengths", default="128,256,512,900,1900")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--saves", type=int, default=0, help="only this, over so many pairs")
+    parser.add_argument(
+        "--saves",
+        type=int,
+        default=0,
+        help="measure only the cost of saving, with this number of pairs",
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--png")
     options = parser.parse_args()

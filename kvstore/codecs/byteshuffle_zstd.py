@@ -1,27 +1,26 @@
-"""zstd over byte planes: what a float's exponent wastes, and nothing else.
+"""Byte shuffle, then zstd: compresses the exponents of floats.
 
-KV in bf16 hardly compresses as it is, because the bytes of one element alternate between a
-skewed one (sign and exponent) and a noisy one (mantissa). Split into planes, the skewed one
-shrinks about 2.6 times and the noisy one not at all, so only the former is given to zstd. Of
-4-byte elements again only the top plane pays; of 1-byte elements there is one plane, and it is
-tried.
+KV in bf16 hardly compresses as a whole. The two bytes of each element alternate: one (sign and
+exponent) is skewed, the other (mantissa) is noise. Split into byte planes, the skewed plane shrinks
+about 2.6 times and the noisy one not at all, so zstd compresses the first plane only. For 4-byte
+elements too, only the top plane pays. 1-byte elements have one plane, which is tried.
 
-Encoded block, integers little endian; a *slice* is up to 131,072 elements:
+Encoded block, integers little endian; a *slice* has up to 131,072 elements:
 
     u64 raw bytes
     u32 length of each body, in the order of the bodies
     the raw bytes after the last whole element
-    the bodies: slice by slice, in each the planes from the most significant byte down
+    the bodies: slice by slice, in each slice the planes from the most significant byte down
 
-A body as long as its slice has elements is that plane as it is, a shorter one is a zstd frame.
+A body with as many bytes as its slice has elements is an uncompressed plane. A shorter body is a
+zstd frame.
 
-Measured on real KV (SmolLM2-135M, 512 tokens of prose, blocks of 64 tokens), smaller by: bf16
-1.45, float16 1.15, float32 1.18, fp8_e4m3 1.16, fp8_e5m2 1.35; trying float32's other planes
-changed nothing and cost a quarter of the encoding speed.
+Compression ratios on real KV (SmolLM2-135M, 512 tokens of prose, blocks of 64 tokens): bf16 1.45,
+float16 1.15, float32 1.18, fp8_e4m3 1.16, fp8_e5m2 1.35. Compressing the other planes of float32
+did not change the ratio and took a quarter of the encoding speed.
 
-Slices keep the scratch of a thread at 128 KiB, inside the CPU's cache, whatever the block's size.
-Measured on 2 cores, one thread, bf16: slices of 128 KiB encode as fast as one of 1 MiB and
-compress as well within 0.1 %.
+Slices keep a thread's scratch buffer at 128 KiB, which fits into the CPU's cache. Measured with one
+thread, bf16: slices of 128 KiB encode as fast as slices of 1 MiB, and compress as well to 0.1 %.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import zstandard
@@ -39,16 +38,20 @@ from kvstore.codecs.base import Codec
 from kvstore.config.settings import Section
 from kvstore.errors import FrameInvalid
 
+KIND: Final = "byteshuffle-zstd"
+FRAME_ID: Final = "zstd-planes"
+"""With the element size: "zstd-planes/2"."""
+
 SLICE_ELEMENTS = 1 << 17
-"""Elements compressed at a time: as many as a zstd block holds bytes."""
+"""Elements of one slice: as many as a zstd block has bytes."""
 
 MIN_SAVING = 1 / 20
-"""Least part of a block that must be saved for encoding to pay for the decoding."""
+"""Minimum fraction of a block that encoding must save to pay for decoding."""
 
 ELEMENT_BYTES = (1, 2, 4)
 
 _TRIED_PLANES = {1: 1, 2: 1, 4: 1}
-"""For each element size, how many planes from the top are given to zstd."""
+"""Number of planes from the top that zstd compresses, by element size."""
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _WINDOW_LOG = 17
@@ -68,17 +71,17 @@ class Config(Section):
     @classmethod
     def for_parameter(cls, parameter: str) -> Config:
         if parameter not in [str(size) for size in ELEMENT_BYTES]:
-            raise ValueError(f"element size {parameter!r}; one of {ELEMENT_BYTES} is right")
+            raise ValueError(f"element size must be one of {ELEMENT_BYTES} (got {parameter!r})")
         return cls(element_bytes=int(parameter))
 
 
 class _Tools(threading.local):
-    """What each thread keeps: zstd's contexts and the scratch of one plane of one slice."""
+    """Compressor, decompressor and the buffer of one plane of one slice, for each thread."""
 
     def __init__(self) -> None:
-        # The exponents repeat in frequency, not in sequence: entropy coding does the work and
-        # match finding none, hence the smallest hash table and the longest match (29 % faster
-        # than level 1's own choice, at the same ratio).
+        # Exponents have a skewed distribution, but no repeated sequences. Entropy coding compresses
+        # them and match finding does not, hence the smallest hash table and the longest match: 29 %
+        # faster than the defaults of level 1, at the same ratio.
         parameters = zstandard.ZstdCompressionParameters(
             compression_level=1,
             strategy=zstandard.STRATEGY_FAST,
@@ -94,11 +97,13 @@ class _Tools(threading.local):
 
 
 class ByteshuffleZstd:
-    """Codec "zstd-planes/N" for blocks of N-byte elements. Works on blocks of any length."""
+    """Codec "byteshuffle-zstd", for blocks of N-byte elements and any length."""
+
+    kind = KIND
 
     def __init__(self, element_bytes: int) -> None:
         assert element_bytes in ELEMENT_BYTES, element_bytes
-        self.frame_id = f"zstd-planes/{element_bytes}"
+        self.frame_id = f"{FRAME_ID}/{element_bytes}"
         self._size = element_bytes
         self._tried = _TRIED_PLANES[element_bytes]
         self._tools = _Tools()
@@ -107,7 +112,7 @@ class ByteshuffleZstd:
         return raw_bytes + self._overhead(raw_bytes)
 
     def encode(self, source: memoryview, target: memoryview) -> int:
-        """Encode; 0 when less than `PAYS_FROM` is saved, or when it does not fit in `target`."""
+        """Encode; returns 0 if it saves less than `MIN_SAVING` or does not fit into `target`."""
         raw_bytes = len(source)
         if raw_bytes == 0 or len(target) < self._overhead(raw_bytes):
             return 0
@@ -136,21 +141,23 @@ class ByteshuffleZstd:
         return at
 
     def decode(self, source: memoryview, target: memoryview) -> int:
-        """Decode; every length in `source` is checked before it is believed."""
+        """Decode. Checks every length in `source` before use. Raises FrameInvalid."""
         if len(source) < _HEAD.size:
-            raise FrameInvalid(f"an encoded block of {len(source)} bytes")
+            raise FrameInvalid(f"encoded block of {len(source)} bytes is too short")
         (raw_bytes,) = _HEAD.unpack_from(source)
         if raw_bytes > len(target):
-            raise FrameInvalid(f"an encoded block of {raw_bytes} bytes for {len(target)}")
+            raise FrameInvalid(
+                f"encoded block of {raw_bytes} raw bytes does not fit into {len(target)}"
+            )
         elements = raw_bytes // self._size
         count = _slices(elements) * self._size
         at = _HEAD.size + count * _LENGTH_BYTES
         tail_bytes = raw_bytes - elements * self._size
         if len(source) < at + tail_bytes:
-            raise FrameInvalid("an encoded block that ends inside its lengths")
+            raise FrameInvalid("the encoded block ends inside its lengths")
         lengths = np.frombuffer(source, "<u4", count, _HEAD.size)
         if at + tail_bytes + int(lengths.sum(dtype=np.uint64)) != len(source):
-            raise FrameInvalid("an encoded block whose lengths do not add up")
+            raise FrameInvalid("the lengths in the encoded block do not add up")
         target[raw_bytes - tail_bytes : raw_bytes] = source[at : at + tail_bytes]
         at += tail_bytes
         values = np.frombuffer(target, _UNSIGNED[self._size], elements)
@@ -163,11 +170,11 @@ class ByteshuffleZstd:
         return int(raw_bytes)
 
     def _overhead(self, raw_bytes: int) -> int:
-        """Bytes that encoding adds to a block none of whose planes shrinks."""
+        """Bytes that encoding adds to a block if no plane shrinks."""
         return _HEAD.size + _slices(raw_bytes // self._size) * self._size * _LENGTH_BYTES
 
     def _put_plane(self, part: np.ndarray[Any, Any], plane: int, room: memoryview) -> int:
-        """Write one plane of a slice into `room`; its length, or 0 when it does not fit.
+        """Write one plane of a slice into `room`; returns its length, 0 if it does not fit.
 
         part: [elements] unsigned integers. room: at most as many bytes.
         """
@@ -191,10 +198,10 @@ class ByteshuffleZstd:
         return len(part)
 
     def _take_plane(self, body: memoryview, plane: int, part: np.ndarray[Any, Any]) -> None:
-        """Merge the plane in `body` into `part`, the planes above it being there already."""
+        """Merge the plane in `body` into `part`, which contains the planes above it already."""
         elements = len(part)
         if len(body) > elements:
-            raise FrameInvalid(f"a plane of {len(body)} bytes for {elements} elements")
+            raise FrameInvalid(f"plane of {len(body)} bytes for {elements} elements")
         if self._size == 1 and len(body) < elements:
             self._decompress(body, part.data)
             return
@@ -210,7 +217,7 @@ class ByteshuffleZstd:
             np.bitwise_or(part, bytes_, out=part)
 
     def _compress(self, plane: np.ndarray[Any, Any], room: memoryview) -> int:
-        """zstd into `room`; 0 when it would not be shorter than the plane, or does not fit."""
+        """Compress a plane into `room`; returns 0 if it does not shrink or does not fit."""
         reader = self._tools.compressor.stream_reader(plane.data, size=len(plane))
         length = 0
         while length < len(room):
@@ -221,19 +228,19 @@ class ByteshuffleZstd:
         return 0
 
     def _decompress(self, body: memoryview, plane: memoryview) -> None:
-        """zstd into exactly `plane`; FrameInvalid when there are more or fewer bytes."""
+        """Decompress to exactly the length of `plane`. Raises FrameInvalid."""
         reader = self._tools.decompressor.stream_reader(body)
         length = 0
         try:
             while length < len(plane):
                 got = reader.readinto(plane[length:])
                 if got == 0:
-                    raise FrameInvalid("a compressed plane that ends early")
+                    raise FrameInvalid("the compressed plane is too short")
                 length += got
             if reader.read(1):
-                raise FrameInvalid("a compressed plane that is too long")
+                raise FrameInvalid("the compressed plane is too long")
         except zstandard.ZstdError as error:
-            raise FrameInvalid(f"a damaged compressed plane: {error}") from None
+            raise FrameInvalid(f"corrupt compressed plane: {error}") from None
 
 
 def _slices(elements: int) -> int:
@@ -241,7 +248,7 @@ def _slices(elements: int) -> int:
 
 
 def _parts(values: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
-    """The slices of an array."""
+    """Yield the slices of an array."""
     for start in range(0, len(values), SLICE_ELEMENTS):
         yield values[start : start + SLICE_ELEMENTS]
 

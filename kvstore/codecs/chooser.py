@@ -1,38 +1,39 @@
-"""Which codec the next block of a namespace gets in a tier: the one that brings it back soonest.
+"""Chooses the codec with which a namespace's blocks load fastest from a tier.
 
-Pure: fed with what moves have cost, asked for a codec; no clock, no I/O. One chooser for each tier.
+Each tier has one chooser. It does no I/O and uses no clock: callers report the cost of transfers.
 
-A run of blocks comes back through k readers, which share the medium and the CPU. The time that each
-block adds to the run is what the busiest of the three takes:
+k readers load the blocks of a request. They share the medium and the CPU. The time that each block
+adds is that of the bottleneck:
 
     read s = max(S / B,  (S / b + R * d) / k,  R * d / c)
 
-    S  stored bytes: R over the ratio this codec reaches on this namespace's blocks
+    S  stored bytes: R over the compression ratio of the codec on this namespace's blocks
     R  raw bytes of a block
-    B  bytes a second the medium gives to all readers together
-    b  bytes a second it gives to one reader that has it alone
-    k  readers at work, on average
-    d  CPU seconds to verify and decode a raw byte with this codec
+    B  bytes per second of the medium for all readers together
+    b  bytes per second of the medium for a single reader
+    k  average number of active readers
+    d  CPU seconds to verify and decode one raw byte with this codec
     c  CPU cores of this process
 
-With one reader that is S / b + R * d, the time of one block; with many it is their bottleneck:
-the bounds of a closed queueing network (Denning and Buzen, "The Operational Analysis of Queueing
-Network Models", 1978). A medium's delay that does not depend on the size counts as if it did. That
-can favour a smaller block only where the delay is several times what decoding takes, so it is
-never dear.
+With one reader this is S / b + R * d, the time of one block. With many readers it is their
+bottleneck: the bounds of a closed queueing network (Denning and Buzen, "The Operational Analysis of
+Queueing Network Models", 1978). The latency of a medium counts as if it grew with the size. This
+can favour a smaller block only if the latency is several times the decoding time, and then costs
+little.
 
-CPU seconds, not elapsed ones: they do not depend on how many blocks happen to be decoded at once,
-so the choice does not chase its own effect.
+The formula uses CPU seconds instead of elapsed seconds. They do not depend on the number of blocks
+that are decoded at the same time, so the choice does not depend on its own effect.
 
-Encoding costs the writer, not the reader, and writes happen behind the engine's back: it counts
-only while writes cannot keep up, when blocks are about to be dropped, and a block that was dropped
-comes back never. While the write queue is `crowded`, the codec is the one that clears it soonest:
-the same formula with the writers' figures and the encoding's CPU seconds.
+Encoding costs the writer, not the reader, and the engine does not wait for writes. So it counts
+only while the write queue is backlogged and blocks are about to be dropped, because a dropped block
+can never be loaded. Then the chooser selects the codec that drains the queue fastest: by the same
+formula with the writers' rates and the CPU seconds of encoding.
 
-Until reads have been measured, a namespace gets what usually pays for its dtype (`codecs.AUTO`);
-rates not yet measured are those of `PRIORS`. Of the first blocks a few go to each candidate; after
-that one block in `RECHECK_BLOCKS` goes to another candidate than the chosen one. All of them are
-frames like any other: trying costs no extra read, write or buffer. A change needs a gain of `GAIN`.
+Until reads are measured, a namespace gets the default codec for its dtype (`codecs.AUTO`), and
+`PRIORS` replace rates that are not yet measured. Each candidate gets some of the first blocks.
+Later one block in `RECHECK_BLOCKS` goes to another candidate. These blocks are stored like any
+other, so they cost no extra read, write or buffer. Changing the choice requires a gain of
+`MIN_GAIN`.
 """
 
 from __future__ import annotations
@@ -43,55 +44,54 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvstore import codecs
-from kvstore.codecs.base import Codec
+from kvstore.codecs.base import UNCOMPRESSED_ID, Codec
+from kvstore.codecs.none import KIND as NONE
 
 TRIAL_BLOCKS: Final = 3
-"""Blocks given to each candidate when a namespace is new."""
+"""Number of first blocks of a namespace for each candidate."""
 RECHECK_BLOCKS: Final = 256
-"""One block in so many goes to a candidate that is not the chosen one."""
-GAIN: Final = 0.1
-"""Part of the time that a change must promise to save."""
-MEASURED_READS: Final = 4
-"""Reads (or writes) of a medium before its figures count."""
-MEMORY_BLOCKS: Final = 64
-"""Blocks over which figures are averaged: an older one counts less and less."""
+"""One block in this many goes to another candidate than the chosen one."""
+MIN_GAIN: Final = 0.1
+"""Fraction of the time that another codec must save to be chosen."""
+MIN_SAMPLES: Final = 4
+"""Number of reads (or writes) after which a medium counts as measured."""
+AVERAGED_BLOCKS: Final = 64
+"""Length in blocks of the exponential moving averages."""
 MAX_NAMESPACES: Final = 256
-"""Namespaces remembered; the first met go first."""
-DIGEST_SHOWN: Final = 8
+"""Maximum number of namespaces with state; the oldest one is dropped."""
+DIGEST_DIGITS: Final = 8
 """Hex digits of a namespace's digest in statistics."""
-ALONE: Final = 1.25
-"""Readers in the medium, on average over a read, up to which it counts as alone."""
-SHORT: Final = 0.8
-"""Part of what one alone gets, below which readers wait for one another."""
-TICK_S: Final = 1e-9
-"""What a clock that did not move is taken for."""
-
-UNCOMPRESSED_ID: Final = "identity"
-"""The codec of a block that is kept as it is."""
+MAX_WORKERS_ALONE: Final = 1.25
+"""A read counts as alone if its average number of concurrent readers is at most this."""
+SATURATED_FRACTION: Final = 0.8
+"""A medium counts as saturated if a reader gets less than this fraction of its rate alone."""
+MIN_TIME_S: Final = 1e-9
+"""Minimum duration, in case the clock did not advance."""
 
 PRIORS: Final[dict[str, dict[str, tuple[float, float, float]]]] = {
-    "float32": {"zstd": (1.07, 343e6, 472e6), "zstd-planes": (1.19, 427e6, 1170e6)},
-    "bfloat16": {"zstd": (1.26, 800e6, 1200e6), "zstd-planes": (1.46, 650e6, 1301e6)},
-    "float16": {"zstd": (1.07, 537e6, 872e6), "zstd-planes": (1.15, 650e6, 1126e6)},
-    "fp8_e4m3": {"zstd": (1.18, 550e6, 834e6), "zstd-planes": (1.18, 375e6, 635e6)},
-    "fp8_e5m2": {"zstd": (1.36, 431e6, 717e6), "zstd-planes": (1.36, 580e6, 852e6)},
-    "int8": {"zstd": (1.28, 511e6, 746e6), "zstd-planes": (1.28, 484e6, 591e6)},
+    "float32": {"zstd": (1.07, 343e6, 472e6), "byteshuffle-zstd": (1.19, 427e6, 1170e6)},
+    "bfloat16": {"zstd": (1.26, 800e6, 1200e6), "byteshuffle-zstd": (1.46, 650e6, 1301e6)},
+    "float16": {"zstd": (1.07, 537e6, 872e6), "byteshuffle-zstd": (1.15, 650e6, 1126e6)},
+    "fp8_e4m3": {"zstd": (1.18, 550e6, 834e6), "byteshuffle-zstd": (1.18, 375e6, 635e6)},
+    "fp8_e5m2": {"zstd": (1.36, 431e6, 717e6), "byteshuffle-zstd": (1.36, 580e6, 852e6)},
+    "int8": {"zstd": (1.28, 511e6, 746e6), "byteshuffle-zstd": (1.28, 484e6, 591e6)},
 }
-"""dtype, kind of codec: (ratio, bytes a second encoded, decoded), of real KV by bench/codecs.py."""
+"""(compression ratio, bytes per second encoded, bytes per second decoded) by dtype and kind, of
+real KV as measured by bench/codecs.py."""
 PRIOR_UNCOMPRESSED: Final = (1.0, 10e9, 10e9)
-"""Of a block kept as it is: its checksum is all the work there is."""
+"""The same for an uncompressed block, which takes only a checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What moving one block has cost.
+    """The cost of reading or writing one block.
 
-    codec: its name; of a write the one that was tried, also when it did not pay.
-    tier_s: elapsed seconds inside the tier. codec_s: CPU seconds of encoding, or of decoding,
-    checksums and all. move_s: elapsed seconds of both together.
+    frame_id: of its codec; for a write the codec that was tried, even if it did not pay. tier_s:
+    elapsed seconds in the tier. codec_s: CPU seconds of encoding or decoding, including checksums.
+    move_s: elapsed seconds of both.
     """
 
-    codec: str
+    frame_id: str
     raw_bytes: int
     stored_bytes: int
     tier_s: float
@@ -100,115 +100,120 @@ class Cost:
 
 
 @dataclass(slots=True)
-class _Mean:
-    """A ratio of two sums, older parts of which count less."""
+class _RunningRatio:
+    """The ratio of two exponentially decaying sums."""
 
-    above: float = 0.0
-    below: float = 0.0
+    numerator: float = 0.0
+    denominator: float = 0.0
     samples: int = 0
 
-    def add(self, above: float, below: float) -> None:
-        keep = 1 - 1 / MEMORY_BLOCKS if self.samples else 0.0
-        self.above = self.above * keep + above
-        self.below = self.below * keep + below
+    def add(self, numerator: float, denominator: float) -> None:
+        keep = 1 - 1 / AVERAGED_BLOCKS if self.samples else 0.0
+        self.numerator = self.numerator * keep + numerator
+        self.denominator = self.denominator * keep + denominator
         self.samples += 1
 
-    def value(self, otherwise: float) -> float:
-        return self.above / self.below if self.below > 0 else otherwise
+    def value(self, default: float) -> float:
+        return self.numerator / self.denominator if self.denominator > 0 else default
 
 
 @dataclass(slots=True)
 class _Medium:
-    """One direction of a tier: B, b and k of the module's text.
+    """The rates of one direction of a tier: B, b and k of the formula above.
 
-    B is seen only while the medium is what its users wait for: those figures are kept apart, and
-    until there are any it is taken to give each of them as much as one that has it alone.
+    B can be measured only while the medium is the bottleneck, so those samples are kept apart
+    (`saturated`). Before there are any, each worker is assumed to get the rate of a single one.
     """
 
-    seen: _Mean = field(default_factory=_Mean)
-    short: _Mean = field(default_factory=_Mean)
-    alone: _Mean = field(default_factory=_Mean)
-    workers: _Mean = field(default_factory=_Mean)
+    observed: _RunningRatio = field(default_factory=_RunningRatio)
+    saturated: _RunningRatio = field(default_factory=_RunningRatio)
+    alone: _RunningRatio = field(default_factory=_RunningRatio)
+    workers: _RunningRatio = field(default_factory=_RunningRatio)
 
-    def add(self, cost: Cost, sharing: float) -> None:
-        """sharing: workers at the same work, on average while it lasted."""
-        tier_s = max(cost.tier_s, TICK_S)
-        # The others are in the medium for as large a part of their time as this one was.
-        inside = 1 + (sharing - 1) * tier_s / max(cost.move_s, tier_s)
-        self.workers.add(sharing, 1)
-        self.seen.add(cost.stored_bytes * inside, tier_s)
-        if inside <= ALONE:
+    def add(self, cost: Cost, workers: float) -> None:
+        """Record a transfer. workers: average number of active workers during it."""
+        tier_s = max(cost.tier_s, MIN_TIME_S)
+        # Assume that the others spend the same fraction of their time in the medium.
+        concurrency = 1 + (workers - 1) * tier_s / max(cost.move_s, tier_s)
+        self.workers.add(workers, 1)
+        self.observed.add(cost.stored_bytes * concurrency, tier_s)
+        if concurrency <= MAX_WORKERS_ALONE:
             self.alone.add(cost.stored_bytes, tier_s)
-        elif cost.stored_bytes / tier_s < SHORT * self.alone.value(float("inf")):
-            self.short.add(cost.stored_bytes * inside, tier_s)
+        elif cost.stored_bytes / tier_s < SATURATED_FRACTION * self.alone.value(float("inf")):
+            self.saturated.add(cost.stored_bytes * concurrency, tier_s)
 
     @property
-    def measured(self) -> bool:
-        return self.seen.samples >= MEASURED_READS
+    def is_measured(self) -> bool:
+        return self.observed.samples >= MIN_SAMPLES
 
     @property
-    def total(self) -> float:
-        """B, bytes a second; 0 before anything is known."""
-        seen = self.seen.value(0.0)
-        return max(seen, self.short.value(self.workers.value(1.0) * self.alone.value(0.0)))
+    def total_rate(self) -> float:
+        """B in bytes per second; 0.0 before the first transfer."""
+        seen = self.observed.value(0.0)
+        return max(seen, self.saturated.value(self.workers.value(1.0) * self.alone.value(0.0)))
 
     def block_s(self, stored_bytes: float, cpu_s: float, cores: int) -> float:
-        """The formula of the module's text. Only once it is measured."""
-        total, workers = self.total, self.workers.value(1.0)
+        """The formula above. Requires `is_measured`."""
+        total, workers = self.total_rate, self.workers.value(1.0)
         alone = self.alone.value(total / workers)
         return max(stored_bytes / total, (stored_bytes / alone + cpu_s) / workers, cpu_s / cores)
 
 
 class _Candidate:
-    """One codec on one namespace's blocks."""
+    """One codec and its figures for one namespace."""
 
     def __init__(self, kind: str, dtype: str) -> None:
         self.codec: Codec = codecs.codec_by_frame_id(codecs.codec_for(kind, dtype).frame_id)
-        prior = PRIOR_UNCOMPRESSED if kind == UNCOMPRESSED_ID else PRIORS[dtype].get(kind, PRIOR_UNCOMPRESSED)
-        self._prior = prior
-        self.given = 0
-        """Blocks given to it."""
-        self.ratio = _Mean()
-        self.encode = _Mean()
-        self.decode = _Mean()
+        self._prior = PRIORS[dtype].get(kind, PRIOR_UNCOMPRESSED)
+        self.blocks = 0
+        """Number of blocks encoded with it."""
+        self.ratio = _RunningRatio()
+        self.encode = _RunningRatio()
+        self.decode = _RunningRatio()
 
-    def ratio_now(self) -> float:
+    def current_ratio(self) -> float:
         return self.ratio.value(self._prior[0])
 
     def encode_rate(self) -> float:
-        """Raw bytes a CPU second."""
+        """Raw bytes per CPU second."""
         return self.encode.value(self._prior[1])
 
     def decode_rate(self) -> float:
         return self.decode.value(self._prior[2])
 
 
-class _Namespace:
-    """What is known of one namespace's blocks."""
+class _NamespaceState:
+    """The candidates of one namespace, by frame ID, and the choice."""
 
     def __init__(self, kinds: Sequence[str], default: str, dtype: str) -> None:
-        self.candidates = {c.codec.frame_id: c for c in (_Candidate(kind, dtype) for kind in kinds)}
-        self.chosen = codecs.codec_for(default, dtype).frame_id
+        candidates = sorted(
+            (_Candidate(kind, dtype) for kind in kinds),
+            key=lambda candidate: candidate.codec.frame_id,
+        )
+        self.candidates = {candidate.codec.frame_id: candidate for candidate in candidates}
+        self.chosen_id = codecs.codec_for(default, dtype).frame_id
         self.blocks = 0
         self.changes = 0
 
-    def to_try(self) -> str | None:
-        """A candidate whose turn it is to be looked at, if any."""
-        others = sorted(self.candidates.values(), key=lambda candidate: candidate.given)
-        if others[0].given < TRIAL_BLOCKS:
+    def candidate_to_try(self) -> str | None:
+        """The frame ID of a candidate to measure with the next block, or None."""
+        others = sorted(self.candidates.values(), key=lambda candidate: candidate.blocks)
+        if others[0].blocks < TRIAL_BLOCKS:
             return others[0].codec.frame_id
         if self.blocks % RECHECK_BLOCKS == 0:
-            return next((c.codec.frame_id for c in others if c.codec.frame_id != self.chosen), None)
+            return next(
+                (c.codec.frame_id for c in others if c.codec.frame_id != self.chosen_id), None
+            )
         return None
 
 
 class Chooser:
-    """The codecs of one tier. See the module's text; any thread may call.
+    """Chooses codecs for one tier. Thread-safe.
 
-    kind: "auto", or the one kind that the configuration names: then there is no choice, only
-    statistics. cores: CPU cores that decoding may use.
+    kind: "auto", or the configured kind, which is then always chosen. cores: number of CPU cores
+    for decoding.
 
-    Raises ConfigError for an unknown kind.
+    Raises ConfigError: the kind is unknown.
     """
 
     def __init__(self, kind: str = codecs.AUTO, *, cores: int = 1) -> None:
@@ -220,59 +225,68 @@ class Chooser:
         self._lock = threading.Lock()
         self._reads = _Medium()
         self._writes = _Medium()
-        self._namespaces: dict[str, _Namespace] = {}
+        self._namespaces: dict[str, _NamespaceState] = {}
 
-    def next(self, namespace: str, dtype: str, *, raw_bytes: int, crowded: bool = False) -> Codec:
-        """The codec for the next block.
+    def choose(
+        self, namespace: str, dtype: str, *, raw_bytes: int, backlogged: bool = False
+    ) -> Codec:
+        """Choose the codec for the next block.
 
-        namespace: its digest. dtype: one of `blocks.DTYPE_BYTES`. crowded: writes cannot keep up.
+        namespace: its digest. dtype: a key of `DTYPE_BYTES`. backlogged: writes cannot keep up.
         """
         with self._lock:
-            state = self._namespace(namespace, dtype)
+            state = self._state_of(namespace, dtype)
             state.blocks += 1
-            name = self._soonest_written(state, raw_bytes) if crowded else state.to_try()
-            if name is None:
-                self._settle(state, raw_bytes)
-                name = state.chosen
-            candidate = state.candidates[name]
-            candidate.given += 1
+            frame_id = (
+                self._fastest_to_write(state, raw_bytes) if backlogged else state.candidate_to_try()
+            )
+            if frame_id is None:
+                self._update_choice(state, raw_bytes)
+                frame_id = state.chosen_id
+            candidate = state.candidates[frame_id]
+            candidate.blocks += 1
             return candidate.codec
 
-    def keeps_raw(self, namespace: str) -> bool:
-        """Whether blocks of this namespace mostly lie in the tier as they are."""
+    def prefers_uncompressed(self, namespace: str) -> bool:
+        """Whether most blocks of this namespace are stored uncompressed."""
         with self._lock:
             state = self._namespaces.get(namespace)
-            return self._kinds == [UNCOMPRESSED_ID] or (state is not None and state.chosen == UNCOMPRESSED_ID)
+            return self._kinds == [NONE] or (
+                state is not None and state.chosen_id == UNCOMPRESSED_ID
+            )
 
-    def wrote(self, namespace: str, cost: Cost, sharing: float) -> None:
-        """A block of the namespace was written. sharing: writers at work, on average."""
+    def record_write(self, namespace: str, cost: Cost, workers: float) -> None:
+        """Record a written block. workers: average number of active writers."""
         with self._lock:
-            self._writes.add(cost, sharing)
-            candidate = self._candidate(namespace, cost)
+            self._writes.add(cost, workers)
+            candidate = self._candidate_of(namespace, cost)
             if candidate is not None:
                 candidate.ratio.add(cost.raw_bytes, cost.stored_bytes)
-                candidate.encode.add(cost.raw_bytes, max(cost.codec_s, TICK_S))
+                candidate.encode.add(cost.raw_bytes, max(cost.codec_s, MIN_TIME_S))
 
-    def read(self, namespace: str, cost: Cost, sharing: float) -> None:
-        """A block of the namespace was read. sharing: readers at work, on average."""
+    def record_read(self, namespace: str, cost: Cost, workers: float) -> None:
+        """Record a read block. workers: average number of active readers."""
         with self._lock:
-            self._reads.add(cost, sharing)
-            candidate = self._candidate(namespace, cost)
+            self._reads.add(cost, workers)
+            candidate = self._candidate_of(namespace, cost)
             if candidate is not None:
-                candidate.decode.add(cost.raw_bytes, max(cost.codec_s, TICK_S))
+                candidate.decode.add(cost.raw_bytes, max(cost.codec_s, MIN_TIME_S))
 
     def stats(self) -> dict[str, dict[str, int | float | str]]:
-        """For each namespace, by the first digits of its digest: the chosen codec's `name`,
-        `ratio`, `encode_rate` and `decode_rate` (raw bytes a CPU second), how often it `changed`,
-        and `read_rate` of the tier (bytes a second, all readers together; 0 before it is known)."""
+        """Statistics of the chosen codec by namespace (the first digits of its digest).
+
+        `name` is the codec's kind, `ratio` the compression ratio, `encode_rate` and `decode_rate`
+        are raw bytes per CPU second, and `changed` counts changes of the choice. `read_rate` is the
+        rate of the tier for all readers in bytes per second; 0: not measured.
+        """
         with self._lock:
-            read_rate = self._reads.total
+            read_rate = self._reads.total_rate
             shown: dict[str, dict[str, int | float | str]] = {}
             for digest, state in self._namespaces.items():
-                chosen = state.candidates[state.chosen]
-                shown[digest[:DIGEST_SHOWN]] = {
-                    "name": state.chosen,
-                    "ratio": round(chosen.ratio_now(), 3),
+                chosen = state.candidates[state.chosen_id]
+                shown[digest[:DIGEST_DIGITS]] = {
+                    "name": chosen.codec.kind,
+                    "ratio": round(chosen.current_ratio(), 3),
                     "encode_rate": round(chosen.encode_rate()),
                     "decode_rate": round(chosen.decode_rate()),
                     "read_rate": round(read_rate),
@@ -280,40 +294,45 @@ class Chooser:
                 }
             return shown
 
-    def _namespace(self, digest: str, dtype: str) -> _Namespace:
+    def _state_of(self, digest: str, dtype: str) -> _NamespaceState:
         state = self._namespaces.get(digest)
         if state is None:
-            state = self._namespaces[digest] = _Namespace(self._kinds, self._default, dtype)
+            state = self._namespaces[digest] = _NamespaceState(self._kinds, self._default, dtype)
             if len(self._namespaces) > MAX_NAMESPACES:
                 del self._namespaces[next(iter(self._namespaces))]
         return state
 
-    def _candidate(self, namespace: str, cost: Cost) -> _Candidate | None:
+    def _candidate_of(self, namespace: str, cost: Cost) -> _Candidate | None:
         state = self._namespaces.get(namespace)
-        return None if state is None else state.candidates.get(cost.codec)
+        return None if state is None else state.candidates.get(cost.frame_id)
 
-    def _settle(self, state: _Namespace, raw_bytes: int) -> None:
-        """Change the chosen codec where another brings blocks back sooner by `GAIN`."""
-        if len(state.candidates) == 1 or not self._reads.measured:
+    def _update_choice(self, state: _NamespaceState, raw_bytes: int) -> None:
+        """Choose another codec if blocks load faster with it by `MIN_GAIN`."""
+        if len(state.candidates) == 1 or not self._reads.is_measured:
             return
         times = {
-            name: self._reads.block_s(
-                raw_bytes / candidate.ratio_now(), raw_bytes / candidate.decode_rate(), self._cores
+            frame_id: self._reads.block_s(
+                raw_bytes / candidate.current_ratio(),
+                raw_bytes / candidate.decode_rate(),
+                self._cores,
             )
-            for name, candidate in state.candidates.items()
+            for frame_id, candidate in state.candidates.items()
         }
         best = min(times, key=times.__getitem__)
-        if times[best] < times[state.chosen] * (1 - GAIN):
-            state.chosen = best
+        if times[best] < times[state.chosen_id] * (1 - MIN_GAIN):
+            state.chosen_id = best
             state.changes += 1
 
-    def _soonest_written(self, state: _Namespace, raw_bytes: int) -> str | None:
-        """The codec that clears the write queue soonest; None before writes are measured."""
-        if not self._writes.measured:
+    def _fastest_to_write(self, state: _NamespaceState, raw_bytes: int) -> str | None:
+        """The frame ID of the codec that drains the write queue fastest; None before writes are
+        measured."""
+        if not self._writes.is_measured:
             return None
         return min(
             state.candidates.values(),
             key=lambda candidate: self._writes.block_s(
-                raw_bytes / candidate.ratio_now(), raw_bytes / candidate.encode_rate(), self._cores
+                raw_bytes / candidate.current_ratio(),
+                raw_bytes / candidate.encode_rate(),
+                self._cores,
             ),
         ).codec.frame_id

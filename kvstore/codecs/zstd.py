@@ -1,16 +1,17 @@
-"""Plain zstd over a whole block: for bytes whose redundancy is not in one plane.
+"""Plain zstd over a whole block, for blocks whose redundancy is not in one byte plane.
 
-What pays for 1-byte elements, and for blocks that are padded or repeat themselves; of KV in bf16,
-float16 or float32 `zstd-planes` makes less, and faster.
+It suits 1-byte elements, and blocks that are padded or repetitive. For KV in bf16, float16 or
+float32 `byteshuffle-zstd` is smaller and faster.
 
-Encoded block: a u64, little endian, of raw bytes, then one zstd frame. The length is our own, so
-that nothing a hostile frame says of itself is believed.
+Encoded block: the number of raw bytes (u64, little endian), then one zstd frame. The decoder uses
+this length and does not trust the length in the zstd frame, which may be hostile.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
+from typing import Final
 
 import zstandard
 
@@ -18,18 +19,21 @@ from kvstore.codecs.base import Codec
 from kvstore.config.settings import Section
 from kvstore.errors import FrameInvalid
 
+KIND: Final = "zstd"
+FRAME_ID: Final = "zstd"
+
 MIN_SAVING = 1 / 20
-"""Least part of a block that must be saved for encoding to pay for the decoding."""
+"""Minimum fraction of a block that encoding must save to pay for decoding."""
 
 LEVEL = 1
 _WINDOW_LOG = 19
-"""Level 1's own window: repeats further apart than half a MiB are not looked for, and no frame may
-ask for more memory than that."""
+"""The window of level 1. Matches further apart than 512 KiB are not found, and a frame cannot make
+the decoder allocate more memory than that."""
 _HEAD = struct.Struct("<Q")
 
 
 class Config(Section):
-    """Nothing to set."""
+    """This codec has no parameters."""
 
     @classmethod
     def for_dtype(cls, dtype: str) -> Config:
@@ -38,12 +42,12 @@ class Config(Section):
     @classmethod
     def for_parameter(cls, parameter: str) -> Config:
         if parameter:
-            raise ValueError(f"zstd takes no parameter, not {parameter!r}")
+            raise ValueError(f"{FRAME_ID} has no parameter (got {parameter!r})")
         return cls()
 
 
 class _Tools(threading.local):
-    """zstd's contexts, one of each for a thread."""
+    """One compressor and one decompressor for each thread."""
 
     def __init__(self) -> None:
         parameters = zstandard.ZstdCompressionParameters.from_level(
@@ -54,9 +58,10 @@ class _Tools(threading.local):
 
 
 class Zstd:
-    """Codec "zstd" for blocks of any length and dtype."""
+    """Codec "zstd", for blocks of any length and dtype."""
 
-    frame_id = "zstd"
+    kind = KIND
+    frame_id = FRAME_ID
 
     def __init__(self) -> None:
         self._tools = _Tools()
@@ -65,7 +70,7 @@ class Zstd:
         return _HEAD.size + raw_bytes
 
     def encode(self, source: memoryview, target: memoryview) -> int:
-        """Encode; 0 when less than `PAYS_FROM` is saved, or when it does not fit in `target`."""
+        """Encode; returns 0 if it saves less than `MIN_SAVING` or does not fit into `target`."""
         raw_bytes = len(source)
         room = min(len(target), int(raw_bytes * (1 - MIN_SAVING)))
         if raw_bytes == 0 or room <= _HEAD.size:
@@ -81,27 +86,29 @@ class Zstd:
         return 0
 
     def decode(self, source: memoryview, target: memoryview) -> int:
-        """Decode exactly as many bytes as the head says, of exactly one zstd frame."""
+        """Decode exactly one zstd frame of exactly the recorded length. Raises FrameInvalid."""
         if len(source) < _HEAD.size:
-            raise FrameInvalid(f"an encoded block of {len(source)} bytes")
+            raise FrameInvalid(f"encoded block of {len(source)} bytes is too short")
         (raw_bytes,) = _HEAD.unpack_from(source)
         if raw_bytes > len(target):
-            raise FrameInvalid(f"an encoded block of {raw_bytes} bytes for {len(target)}")
+            raise FrameInvalid(
+                f"encoded block of {raw_bytes} raw bytes does not fit into {len(target)}"
+            )
         body = source[_HEAD.size :]
         length = 0
         try:
             if zstandard.get_frame_parameters(body).content_size != raw_bytes:
-                raise FrameInvalid("an encoded block of another length than its frame")
+                raise FrameInvalid("the zstd frame has another length than the block")
             reader = self._tools.decompressor.stream_reader(body)
             while length < raw_bytes:
                 got = reader.readinto(target[length:raw_bytes])
                 if got == 0:
-                    raise FrameInvalid("a compressed block that ends early")
+                    raise FrameInvalid("the compressed block is too short")
                 length += got
             if reader.read(1):
-                raise FrameInvalid("a compressed block that is too long")
+                raise FrameInvalid("the compressed block is too long")
         except zstandard.ZstdError as error:
-            raise FrameInvalid(f"a damaged compressed block: {error}") from None
+            raise FrameInvalid(f"corrupt compressed block: {error}") from None
         return int(raw_bytes)
 
 

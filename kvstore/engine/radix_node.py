@@ -90,7 +90,7 @@ class Node(LRULink):
     def push_down(self, keep: int, key_bytes: int) -> Node:
         """Move the stored part after `keep` bytes of the edge to a stored-only node; return it.
 
-        An only child takes it in front of its own edge. So a leaf that is evicted page by page does
+        An only child takes it in front of its edge. So a leaf that is evicted page by page does
         not leave a chain of nodes. Several children get a new parent. The caller shortens this
         node.
         """

@@ -274,7 +274,11 @@ def _event(part: dict[str, Any]) -> str:
 
 
 async def _respond(
-    calls: Calls, http: Request, body: api.Body, requests: Sequence[EngineRequest], shape: ResponseShape
+    calls: Calls,
+    http: Request,
+    body: api.Body,
+    requests: Sequence[EngineRequest],
+    shape: ResponseShape,
 ) -> Response:
     """Answer a call, streamed or complete. Stops when the client disconnects."""
     traffic_label = traffic_label_of(http)
@@ -331,7 +335,9 @@ def _add_generation(app: FastAPI, calls: Calls) -> None:
     async def completions(body: api.CompletionBody, http: Request) -> Response:
         name = f"cmpl-{uuid.uuid4().hex}"
         requests = await run_in_threadpool(calls.completion_requests, body, name)
-        return await _respond(calls, http, body, requests, ResponseShape(requests, name, body.model))
+        return await _respond(
+            calls, http, body, requests, ResponseShape(requests, name, body.model)
+        )
 
     @app.post("/v1/chat/completions")
     async def chat(body: api.ChatBody, http: Request) -> Response:

@@ -213,7 +213,12 @@ def write_block(
         tier.write(key, staging.header, payload)
         ended_s = time.perf_counter()
         cost = Cost(
-            codec.frame_id, nbytes, len(payload), ended_s - tier_started_s, codec_s, ended_s - started_s
+            codec.frame_id,
+            nbytes,
+            len(payload),
+            ended_s - tier_started_s,
+            codec_s,
+            ended_s - started_s,
         )
         return TransferResult(LoadOutcome.LOADED, len(payload) + IO_ALIGNMENT, cost=cost)
     except Exception as error:

@@ -273,11 +273,11 @@ class TierWorkers:
             load.nbytes,
             slot,
             staging,
-            direct=self._chooser.keeps_raw(digest),
+            direct=self._chooser.prefers_uncompressed(digest),
         )
         self._count("read", result, result.cost.tier_s if result.cost else None)
         if result.cost is not None:
-            self._chooser.read(digest, result.cost, (before + self._busy["reads"]) / 2)
+            self._chooser.record_read(digest, result.cost, (before + self._busy["reads"]) / 2)
         self._on_load_end(load, result)
 
     def _run_write(self, write: TierWrite, staging: StagingBuffers) -> None:
@@ -297,7 +297,7 @@ class TierWorkers:
             self._count("write", result, result.cost.tier_s if result.cost else None)
             if result.cost is not None:
                 sharing = (before + self._busy["writes"]) / 2
-                self._chooser.wrote(write.key.namespace, result.cost, sharing)
+                self._chooser.record_write(write.key.namespace, result.cost, sharing)
             if result.stored_bytes:
                 with self._lock:
                     self._writes.record_write(write.nbytes, time.monotonic() - started_s)
@@ -310,8 +310,8 @@ class TierWorkers:
             return codecs.codec_by_frame_id(UNCOMPRESSED_ID)
         with self._lock:
             crowded = self._writes.is_backlogged
-        return self._chooser.next(
-            write.key.namespace, dtype, raw_bytes=write.nbytes, crowded=crowded
+        return self._chooser.choose(
+            write.key.namespace, dtype, raw_bytes=write.nbytes, backlogged=crowded
         )
 
     def _count(self, direction: str, result: TransferResult, seconds: float | None) -> None:

@@ -66,8 +66,8 @@ class Tracer:
     def __init__(self, settings: TraceSettings, service: str) -> None:
         if not settings.endpoint.startswith(("http://", "https://")):
             raise ConfigError(
-                f"trace.endpoint = {without_login(settings.endpoint)!r} is not a URL; "
-                "use one like http://127.0.0.1:4318"
+                f"trace.endpoint = {without_login(settings.endpoint)!r} must be an HTTP URL, "
+                "such as http://127.0.0.1:4318"
             )
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -35,7 +35,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_serve_from_ready_to_the_end(tmp_path: Path, number: int) -> None:
     flags = ("--l2", "1MiB", "--slot-bytes", str(SLOT_BYTES), "--write-policy", "write_back")
-    flags += ("--disk", str(tmp_path / "disk"), "--disk-capacity", "16MiB", "--codec", "identity")
+    flags += ("--disk", str(tmp_path / "disk"), "--disk-capacity", "16MiB", "--codec", "none")
     port = free_port()
     with Sidecar(tmp_path / "kv.sock", *flags, port=port) as sidecar:
         line = sidecar.wait_ready()
@@ -116,7 +116,7 @@ def test_stats(tmp_path: Path, running: ForkedSidecar) -> None:
             assert watched["about"].startswith("watched, pid")
         wait_until(lambda: running.stats()["tiers"]["disk"]["writes"] == 3, "three writes")
         code, out, _ = run_command(tmp_path, "stats", "--socket", running.socket)
-        assert f"disk, namespace {NAMESPACE.digest[:8]}: zstd-planes/4," in " ".join(out.split())
+        assert f"disk, namespace {NAMESPACE.digest[:8]}: byteshuffle-zstd," in " ".join(out.split())
         assert code == 0
         assert "watched" in out
         assert "disk" in out

@@ -10,30 +10,33 @@ import numpy as np
 import pytest
 
 from kvstore import codecs
+from kvstore.blocks.frame import parse_header
+from kvstore.blocks.key import Key
 from kvstore.codecs.base import Codec
-from kvstore.codecs.zstd_planes import SLICE_ELEMENTS
+from kvstore.codecs.byteshuffle_zstd import SLICE_ELEMENTS
 from kvstore.errors import ConfigError, FrameInvalid
+from kvstore.store.block_io import StagingBuffers, pack_block, unpack_block
 from kvstore.testing.codec_suite import CodecSuite
 
 
-class TestIdentity(CodecSuite):
+class TestNone(CodecSuite):
     def codec(self) -> Codec:
         return codecs.codec_by_frame_id("identity")
 
 
-class TestZstdPlanes1(CodecSuite):
+class TestByteshuffleZstd1(CodecSuite):
     def codec(self) -> Codec:
         return codecs.codec_by_frame_id("zstd-planes/1")
 
 
-class TestZstdPlanes2(CodecSuite):
+class TestByteshuffleZstd2(CodecSuite):
     largest = 700_000
 
     def codec(self) -> Codec:
         return codecs.codec_by_frame_id("zstd-planes/2")
 
 
-class TestZstdPlanes4(CodecSuite):
+class TestByteshuffleZstd4(CodecSuite):
     largest = 1_200_000
 
     def codec(self) -> Codec:
@@ -145,12 +148,55 @@ def test_threads_share_a_codec(name: str) -> None:
         assert all(pool.map(work, blocks))
 
 
-def test_names_say_all_that_decoding_needs() -> None:
-    assert codecs.codec_for("auto", "bfloat16").frame_id == "zstd-planes/2"
-    assert codecs.codec_for("auto", "float32").frame_id == "zstd-planes/4"
-    assert codecs.codec_for("zstd-planes", "fp8_e4m3").frame_id == "zstd-planes/1"
-    assert codecs.codec_for("zstd", "int8").frame_id == "zstd"
-    assert codecs.codec_for("identity", "float16").frame_id == "identity"
+FRAME_IDS = {
+    ("none", "float32"): "identity",
+    ("none", "bfloat16"): "identity",
+    ("none", "int8"): "identity",
+    ("zstd", "float32"): "zstd",
+    ("zstd", "bfloat16"): "zstd",
+    ("zstd", "int8"): "zstd",
+    ("byteshuffle-zstd", "float32"): "zstd-planes/4",
+    ("byteshuffle-zstd", "bfloat16"): "zstd-planes/2",
+    ("byteshuffle-zstd", "float16"): "zstd-planes/2",
+    ("byteshuffle-zstd", "fp8_e4m3"): "zstd-planes/1",
+    ("byteshuffle-zstd", "fp8_e5m2"): "zstd-planes/1",
+    ("byteshuffle-zstd", "int8"): "zstd-planes/1",
+    ("auto", "bfloat16"): "zstd-planes/2",
+    ("auto", "float32"): "zstd-planes/4",
+}
+"""(kind in the configuration, dtype): the ID in frame headers, which other releases read."""
+
+
+@pytest.mark.parametrize(("kind", "dtype"), FRAME_IDS)
+def test_the_id_in_frames_never_changes(kind: str, dtype: str) -> None:
+    key = Key("default", "namespace", b"hash")
+    block = memoryview(bytearray(8192))
+    codec = codecs.codec_for(kind, dtype)
+    staging = StagingBuffers(len(block))
+    payload = pack_block(key, len(block), block, codec, staging)
+    header = parse_header(staging.header, key)
+    assert header.codec == FRAME_IDS[kind, dtype]
+    assert codec.kind == ("byteshuffle-zstd" if kind == "auto" else kind)
+    back = memoryview(bytearray(len(block)))
+    unpack_block(header, payload, back)
+    assert back == block
+
+
+def test_a_block_that_no_codec_shrinks_is_stored_uncompressed() -> None:
+    key = Key("default", "namespace", b"hash")
+    noise = memoryview(bytearray(np.random.default_rng(0).bytes(8192)))
+    staging = StagingBuffers(len(noise))
+    pack_block(key, len(noise), noise, codecs.codec_for("auto", "bfloat16"), staging)
+    assert parse_header(staging.header, key).codec == "identity"
+
+
+def test_kinds_are_the_names_of_modules() -> None:
+    assert codecs.kinds() == ["byteshuffle-zstd", "none", "zstd"]
+    for kind in codecs.kinds():
+        assert codecs.codec_for(kind, "bfloat16").kind == kind
+
+
+def test_a_frame_id_is_all_that_decoding_needs() -> None:
     block = bf16(kv_like(6400))
     stored = encoded(codecs.codec_for("auto", "bfloat16"), block)
     back = bytearray(len(block))
@@ -170,7 +216,8 @@ def test_names_say_all_that_decoding_needs() -> None:
         "zstd-planes/02",
         "zstd_planes/2",
     ]
-    + ["identity/1", "os", "../identity", "auto", "zstd-planes/2/2"],
+    + ["identity/1", "os", "../identity", "auto", "zstd-planes/2/2"]
+    + ["none", "byteshuffle-zstd", "byteshuffle-zstd/2"],
 )
 def test_a_name_from_a_frame_that_is_none_of_ours_is_frame_invalid(name: str) -> None:
     with pytest.raises(FrameInvalid):
@@ -178,12 +225,21 @@ def test_a_name_from_a_frame_that_is_none_of_ours_is_frame_invalid(name: str) ->
 
 
 def test_a_users_mistake_is_one_line_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="'zstd-planes'"):
-        codecs.codec_for("zstd-plane", "bfloat16")
-    with pytest.raises(ConfigError, match="'identity'"):
-        codecs.codec_for("identitty", "bfloat16")
+    with pytest.raises(ConfigError, match="the closest one is 'byteshuffle-zstd'"):
+        codecs.codec_for("byteshufle", "bfloat16")
+    with pytest.raises(ConfigError, match="the closest one is 'none'"):
+        codecs.codec_for("non", "bfloat16")
     with pytest.raises(ConfigError, match="bfloat16"):
         codecs.codec_for("auto", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("identity", "none"), ("zstd-planes", "byteshuffle-zstd")]
+)
+def test_an_old_name_in_the_configuration_is_refused_with_the_new_one(old: str, new: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        codecs.codec_for(old, "bfloat16")
+    assert str(caught.value) == f"codec {old!r} is now {new!r}"
 
 
 @pytest.fixture(autouse=True)

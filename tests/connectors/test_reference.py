@@ -564,7 +564,7 @@ def test_calls_after_close_miss(rigs: Any) -> None:
         ({"kv_heads": 2}, "kv_heads is 2"),
         ({"head_dim": 8}, "head_dim is 8"),
         ({"dtype": "bfloat16"}, "dtype is bfloat16"),
-        ({"block_tokens": 3}, "block_tokens is 3"),
+        ({"block_tokens": 3}, "block_tokens must be a multiple"),
         ({"layout": "LKHXD"}, "layout"),
         ({"attention": "mla", "head_dim_v": 0}, "mla"),
     ],

@@ -102,7 +102,7 @@ class Stack:
         self._run("sidecar", [
             *kvstore, "serve", "--socket", socket, "--port", str(self.ports["sidecar"]),
             "--l2", "2MiB", "--slot-bytes", "64KiB", "--disk", str(folder / "disk"),
-            "--disk-capacity", "64MiB", "--codec", "zstd-planes",
+            "--disk-capacity", "64MiB", "--codec", "byteshuffle-zstd",
         ])  # fmt: skip
         self._run("engine", [
             *kvstore, "engine", "--model", "random", "--model-name", "m", "--port",

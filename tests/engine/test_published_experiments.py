@@ -67,7 +67,9 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     sidecar = ForkedSidecar(folder, {"l2": {"bytes": 512 << 16, "slot_bytes": 1 << 16}})
     try:
         wait = ["--prefetch", "wait_complete", "--max-wait", "60s", "--min-load-tokens", "0"]
-        with EngineProcess("--store", sidecar.socket, "--store-connect-timeout", "30s", *wait) as engine:
+        with EngineProcess(
+            "--store", sidecar.socket, "--store-connect-timeout", "30s", *wait
+        ) as engine:
             yield Asked(engine, sidecar)
     finally:
         assert sidecar.stop() == 0

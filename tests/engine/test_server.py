@@ -355,14 +355,20 @@ def test_models_health_stats_and_metrics(served: Served) -> None:
 def test_tokens_by_the_callers_traffic_label(served: Served) -> None:
     body = {"model": MODEL, "prompt": "a route of its own " + TEXT, "max_tokens": 2}
     for _ in range(2):
-        answer = served.http.post("/v1/completions", json=body, headers={"X-KVStore-Traffic-Label": "rag"})
+        answer = served.http.post(
+            "/v1/completions", json=body, headers={"X-KVStore-Traffic-Label": "rag"}
+        )
         assert answer.status_code == 200
     text = served.http.get("/metrics").text
     tokens = len(body["prompt"])
     assert f'kvstore_engine_traffic_prompt_tokens_total{{traffic="rag"}} {2.0 * tokens}' in text
     hit = (tokens - 1) // 4 * 4
-    assert f'kvstore_engine_traffic_hit_tokens_total{{traffic="rag",tier="l1"}} {float(hit)}' in text
-    wrong = served.http.post("/v1/completions", json=body, headers={"X-KVStore-Traffic-Label": "a b"})
+    assert (
+        f'kvstore_engine_traffic_hit_tokens_total{{traffic="rag",tier="l1"}} {float(hit)}' in text
+    )
+    wrong = served.http.post(
+        "/v1/completions", json=body, headers={"X-KVStore-Traffic-Label": "a b"}
+    )
     assert wrong.status_code == 400
     assert "traffic label 'a b'" in wrong.json()["error"]["message"]
     old = served.http.post("/v1/completions", json=body, headers={"X-KVStore-Route": "rag"})

@@ -355,27 +355,27 @@ def test_messages_that_are_none_are_passed_over() -> None:
     context.term()
 
 
-def test_a_fault_in_one_message_does_not_end_the_listening() -> None:
+def test_an_error_in_one_message_does_not_end_the_subscriber() -> None:
     from kvstore.events.zmq import Publisher, Subscriber
 
     class Faulty(EngineIndex):
-        faults = 0
+        errors = 0
 
-        def take(self, engine: str, number: int, batch: Batch) -> None:
+        def apply(self, engine: str, number: int, batch: Batch) -> None:
             super().apply(engine, number, batch)
             if batch.data_parallel_rank == 7:
-                self.faults += 1
-                raise RuntimeError("a mistake of ours")
+                self.errors += 1
+                raise RuntimeError("an internal error")
 
     index = Faulty()
     engine = Publisher("tcp://127.0.0.1:*")
     listener = Subscriber([engine.endpoint], index)
 
-    def faulted() -> bool:
+    def failed() -> bool:
         engine.publish(Batch(0.0, (BlockStored((1,)),), 7))
-        return index.faults > 0
+        return index.errors > 0
 
-    wait_until(faulted)
+    wait_until(failed)
     engine.publish(batch(BlockStored((2,))))
     wait_until(lambda: bool(index.prefix_lengths([2])))
     assert index.prefix_lengths([1]) == {}

@@ -1,4 +1,4 @@
-"""What several tests of the kernels need."""
+"""Fixtures of several kernel tests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-// CUDA's index variables, vector types and intrinsics for g++, so that the kernels' logic runs on a
-// CPU: thread_local variables that `launch` loops over. The lanes of a warp either run one after
-// another, or, where the kernel works on a warp together, each on a thread of its own.
-// The vector types count accesses that a device would refuse because they are not aligned; for
-// words of up to 8 bytes the compiler is asked to trap.
+// CUDA's index variables, vector types and intrinsics for g++, to run the kernels' logic on a CPU:
+// thread_local variables that `launch` loops over. The lanes of a warp run one after another. If
+// the kernel works on a warp together, each lane runs on a separate thread.
+// The vector types count unaligned accesses, which a device would reject. For words of up to 8
+// bytes the compiler adds traps.
 #include <pthread.h>
 
 #include <cmath>

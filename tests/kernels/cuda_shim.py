@@ -1,4 +1,4 @@
-"""The CUDA source as a library for this CPU, by g++ and a shim of CUDA's index variables."""
+"""The CUDA source as a library for this CPU, with g++ and a shim of CUDA's index variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAPS = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-pthread
 
 
 def build(folder: Path) -> Shim:
-    """Compile the kernels; skips the test where there is no compiler."""
+    """Compile the kernels. Skips the test without a compiler."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
@@ -32,7 +32,7 @@ def build(folder: Path) -> Shim:
 
 
 class Shim:
-    """The kernels."""
+    """The compiled kernels."""
 
     def __init__(self, path: Path) -> None:
         self.library = ctypes.CDLL(str(path))
@@ -52,7 +52,7 @@ class Shim:
         into_slots: bool,
         shape: tuple[int, int, int] | None = None,
     ) -> None:
-        """One launch into or out of these slots; see `launch`."""
+        """Run one launch into or out of these slots; see `launch`."""
         addresses = np.array([slot.ctypes.data for slot in slots], dtype=np.uint64)
         pages = np.ascontiguousarray(table, dtype=np.int32)
         self.launch(plan, dtype, plan.table(), addresses, pages, into_slots=into_slots, shape=shape)
@@ -68,8 +68,10 @@ class Shim:
         into_slots: bool,
         shape: tuple[int, int, int] | None = None,
     ) -> None:
-        """One launch over tables as `launchers.Tables` has them. shape: grid x, block x and block
-        y; None is the one used on a device."""
+        """Run one launch over tables as in `launchers.Tables`.
+
+        shape: grid x, block x and block y. None: the one used on a device.
+        """
         name = kernel_name(plan, dtype, into_slots=into_slots)
         grid, block = launch_shape(pages.size * plan.runs_per_page)
         counts, strides = launch_sizes(plan, len(slots))

@@ -1,5 +1,5 @@
 """The Triton kernels on CPU, by Triton's interpreter. `test_triton_kernels` runs this file in a
-process of its own: whether Triton interprets is decided when it is imported."""
+separate process, because Triton chooses the interpreter at import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALIGNED_BYTES = 4096
 def kernels() -> Any:
     import triton
 
-    assert triton.knobs.runtime.interpret, "TRITON_INTERPRET=1 belongs to this process"
+    assert triton.knobs.runtime.interpret, "run this file with TRITON_INTERPRET=1"
     from kvstore.kernels import triton_kernels
 
     return triton_kernels

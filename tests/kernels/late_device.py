@@ -1,9 +1,9 @@
-"""A `cuda_device.Device` without a GPU: what was queued runs late, in an order drawn at random.
+"""A `cuda_device.Device` without a GPU: queued work runs late, in a random order.
 
-Nothing runs when it is queued. Whoever waits for an event has work run, a piece at a time, of a
-lane drawn at random among those whose next piece may run, until the event's lane has got there. So
-a copier that forgets to order two lanes, or hands out a buffer twice, writes wrong bytes here.
-Kernels are the CUDA source, built by g++.
+Nothing runs when it is queued. A wait for an event runs queued work, one item at a time, of a
+random stream whose next item may run, until the event's stream has reached the event. So a copier
+that does not order two streams, or that uses a buffer twice, writes wrong bytes here. Kernels are
+the CUDA source, compiled by g++.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvstore.kernels.plan import CopyPlan
 
 
 class Driver:
-    """Registers anything, at the address it has."""
+    """Registers all memory, at its own address."""
 
     class CUDARuntimeError(Exception):
         pass
@@ -40,11 +40,13 @@ class Driver:
 
 
 @dataclass(eq=False)
-class Lane:
-    """queued: a piece of work, or None for a wait, with how far another lane must have come first.
-    ran: how many of them have run."""
+class Stream:
+    """queued: items of work. None: a wait until another stream has run this many items. ran: number
+    of items that have run."""
 
-    queued: list[tuple[Callable[[], object] | None, Lane | None, int]] = field(default_factory=list)
+    queued: list[tuple[Callable[[], object] | None, Stream | None, int]] = field(
+        default_factory=list
+    )
     ran: int = 0
 
     def ready(self) -> bool:
@@ -55,51 +57,51 @@ class Lane:
 
 
 class LateEvent:
-    def __init__(self, device: LateDevice, lane: Lane, kept: object) -> None:
-        self._device, self._lane, self._until = device, lane, len(lane.queued)
+    def __init__(self, device: LateDevice, stream: Stream, kept: object) -> None:
+        self._device, self._stream, self._until = device, stream, len(stream.queued)
         self._kept = kept
 
     def done(self) -> bool:
-        return self._lane.ran >= self._until
+        return self._stream.ran >= self._until
 
     def wait(self) -> None:
         self._device.run_until(self.done)
 
     def order(self) -> None:
-        raise AssertionError("the tests compute on no lane")
+        raise AssertionError("the tests compute on no stream")
 
 
 class LateDevice:
-    """seed: of the order of things."""
+    """seed: of the order of work."""
 
     runtime: Any = Driver()
-    entered: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
+    make_current: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
 
     def __init__(self, shim: Shim, seed: int) -> None:
         self._shim = shim
         self._random = random.Random(seed)
-        self._lanes: list[Lane] = []
+        self._streams: list[Stream] = []
         self.launches = self.copies = 0
 
-    def lane(self) -> Lane:
-        self._lanes.append(Lane())
-        return self._lanes[-1]
+    def new_stream(self) -> Stream:
+        self._streams.append(Stream())
+        return self._streams[-1]
 
     def memory(self, nbytes: int) -> torch.Tensor | None:
         return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
 
-    def upload(self, lane: Lane, words: np.ndarray) -> torch.Tensor:
+    def upload(self, stream: Stream, words: np.ndarray) -> torch.Tensor:
         there = torch.full((len(words),), -1, dtype=torch.int64)
         source = torch.from_numpy(words.copy())
-        self._queue(lane, lambda: there.copy_(source))
+        self._queue(stream, lambda: there.copy_(source))
         return there
 
-    def copy(self, lane: Lane, into: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, stream: Stream, into: torch.Tensor, source: torch.Tensor) -> None:
         self.copies += 1
-        self._queue(lane, lambda: into.copy_(source))
+        self._queue(stream, lambda: into.copy_(source))
 
     def launch(
-        self, lane: Lane, plan: CopyPlan, dtype: str, tables: Tables, *, into_slots: bool
+        self, stream: Stream, plan: CopyPlan, dtype: str, tables: Tables, *, into_slots: bool
     ) -> None:
         self.launches += 1
 
@@ -107,24 +109,24 @@ class LateDevice:
             rows, slots, pages = (table.contiguous().numpy() for table in tables)
             self._shim.launch(plan, dtype, rows, slots, pages, into_slots=into_slots)
 
-        self._queue(lane, run)
+        self._queue(stream, run)
 
-    def after(self, lane: Lane, other: Lane) -> None:
-        lane.queued.append((None, other, len(other.queued)))
+    def wait_stream(self, stream: Stream, other: Stream) -> None:
+        stream.queued.append((None, other, len(other.queued)))
 
-    def event(self, lane: Lane, kept: object) -> LateEvent:
-        return LateEvent(self, lane, kept)
+    def event(self, stream: Stream, kept: object) -> LateEvent:
+        return LateEvent(self, stream, kept)
 
-    def drain(self, lane: Lane) -> None:
-        LateEvent(self, lane, None).wait()
+    def drain(self, stream: Stream) -> None:
+        LateEvent(self, stream, None).wait()
 
     def run_until(self, done: Callable[[], bool]) -> None:
         while not done():
-            lane = self._random.choice([lane for lane in self._lanes if lane.ready()])
-            work, _, _ = lane.queued[lane.ran]
+            stream = self._random.choice([stream for stream in self._streams if stream.ready()])
+            work, _, _ = stream.queued[stream.ran]
             if work is not None:
                 work()
-            lane.ran += 1
+            stream.ran += 1
 
-    def _queue(self, lane: Lane, work: Callable[[], object]) -> None:
-        lane.queued.append((work, None, 0))
+    def _queue(self, stream: Stream, work: Callable[[], object]) -> None:
+        stream.queued.append((work, None, 0))

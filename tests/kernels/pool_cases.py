@@ -1,4 +1,4 @@
-"""Random pools of every engine's layout, with tables and slots, for the tests of all copiers."""
+"""Random pools in all engines' layouts, with tables and slots, for the tests of all copiers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass
 class Case:
-    """A pool of random bits (or of floats, for int8), a page table, and slots of random bits."""
+    """A pool of random bits (or floats, for int8), a page table, and slots of random bits."""
 
     pool: PoolLayout
     form: BlockFormat
@@ -63,7 +63,7 @@ class Case:
 
 
 def make_pool(kind: str, sizes: Sizes, dtype: torch.dtype, fill: np.ndarray) -> PoolLayout:
-    """A pool of this kind; `fill` is called up for its bytes as far as they reach, repeated."""
+    """Return a pool of this kind. `fill` is repeated for its bytes."""
     layers, pages, tokens, heads, width = vars(sizes).values()
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ def make_pool(kind: str, sizes: Sizes, dtype: torch.dtype, fill: np.ndarray) -> 
 
 @st.composite
 def cases(draw: st.DrawFn, *, unique: bool, storages: tuple[str, ...] = ("plain",)) -> Case:
-    """unique: no page twice, as a scatter needs it."""
+    """unique: use each page at most once, as a scatter requires."""
     storage = draw(st.sampled_from(storages))
     pages_per_block, blocks = draw(st.integers(1, 3)), draw(st.integers(0, 3))
     least = max(1, pages_per_block * blocks)
@@ -141,13 +141,13 @@ def cases(draw: st.DrawFn, *, unique: bool, storages: tuple[str, ...] = ("plain"
 
 
 def some_floats(rng: np.random.Generator, dtype: torch.dtype) -> np.ndarray:
-    """Bytes of floats of all sizes, with zeros, the smallest, the largest, infinities and NaN."""
+    """Return bytes of floats of all sizes, with zeros, extremes, infinities and NaN."""
     normal = torch.from_numpy(rng.standard_normal(1024).astype(np.float32)) * 2.0 ** float(
         rng.integers(-20, 12)
     )
     info = torch.finfo(dtype)
     odd = torch.tensor([0.0, -0.0, info.max, -info.max, info.tiny, info.tiny / 2])
-    # Among the first ones: small pools hold no more.
+    # Among the first values: a small pool has no more.
     normal[torch.from_numpy(rng.permutation(64)[: len(odd)])] = odd
     if rng.random() < 0.5:
         normal[int(rng.integers(0, 16))] = float("inf")
@@ -156,7 +156,7 @@ def some_floats(rng: np.random.Generator, dtype: torch.dtype) -> np.ndarray:
 
 
 def clone(pool: PoolLayout) -> PoolLayout:
-    """The same pool in memory of its own: every allocation copied once."""
+    """Return a copy of the pool in new memory. Each allocation is copied once."""
     copies: dict[int, torch.Tensor] = {}
     sheets = []
     for number, sheet in enumerate(pool.sheets):
@@ -171,7 +171,7 @@ def clone(pool: PoolLayout) -> PoolLayout:
 
 
 def bits(pool: PoolLayout) -> bytes:
-    """Every byte of every allocation of the pool, in order of first use."""
+    """Return all bytes of all allocations of the pool, in order of first use."""
     seen: dict[int, bytes] = {}
     for number in range(len(pool.sheets)):
         start, _ = pool.storage_of(number)
@@ -181,8 +181,8 @@ def bits(pool: PoolLayout) -> bytes:
 
 
 def crafted(dtype: torch.dtype) -> tuple[torch.Tensor, bytearray]:
-    """A pool of one page, and a block whose products q * scale are ties of the dtype's rounding,
-    overflow it, or are its smallest numbers."""
+    """Return a pool of one page, and a block with critical products q * scale: rounding ties of the
+    dtype, overflows, and its smallest numbers."""
     scales = [5.0, 9.0, 33.0, 129.0, 2.0**-24 * 1.5, 2.0**-20 * 1.125, 65519.0 / 127, 65520.0 / 127]
     scales += [65536.0, 3e38, float("inf"), float("nan"), -3.0, 0.0, 2.0**-149, 2.0**-133 * 1.5]
     width = 256

@@ -54,9 +54,9 @@ def test_calls_end_as_if_run_one_by_one(
     waits: Sequence[bool],
     seed: int,
 ) -> None:
-    """Gathers and scatters over the same pages and slots, by either path, mostly not waited for.
+    """Gathers and scatters over the same pages and slots, on both paths, mostly without waiting.
 
-    staged_blocks: that half of the staging buffer holds; 0: none, and kernels do everything.
+    staged_blocks: blocks in half of the staging buffer. 0: none, so kernels do everything.
     """
     rng = np.random.default_rng(seed)
     sizes = Sizes(layers=2, pages=2 * SLOTS, tokens=2, heads=2, width=8)
@@ -80,7 +80,7 @@ def test_calls_end_as_if_run_one_by_one(
             assert event.done()
     copier.close()
     assert bits(pool) == bits(expected_pool)
-    # A slot is longer than a block; the copy engine moves whole blocks, and nothing behind them.
+    # A slot is longer than a block. The copy engine copies whole blocks, and nothing after them.
     assert contents(slab) == contents(expected_slab)
     slab.close()
     expected_slab.close()
@@ -96,7 +96,7 @@ def test_calls_end_as_if_run_one_by_one(
 def test_any_pool_by_either_path(
     shim: Shim, case: Case, into_slots: bool, path: Path, seed: int
 ) -> None:
-    """Any layout, order and storage, holes in the table included: both paths equal the loops."""
+    """Any layout, order and storage, with skipped pages: both paths equal the loops."""
     block_bytes = case.form.block_bytes(case.pool, case.pages_per_block)
     slab = Slab.create(max(1, len(case.slots)), block_bytes)
     for number, slot in enumerate(case.slots):
@@ -150,7 +150,7 @@ def test_layers_arrive_in_order_and_each_only_with_its_own_bytes(
 
 
 def test_the_paths_are_taken(shim: Shim, pool: PoolLayout) -> None:
-    """A test of two paths that both were kernels would show nothing."""
+    """Check that the two paths differ, so that the other tests cover both."""
     block_bytes = BlockFormat().block_bytes(pool, 1)
     slab = filled_slab(block_bytes, 0)
     device = LateDevice(shim, 2)
@@ -161,10 +161,10 @@ def test_the_paths_are_taken(shim: Shim, pool: PoolLayout) -> None:
     pages = [[page] for page in range(SLOTS)]
     views = [slab.view(slot) for slot in range(SLOTS)]
     copier.scatter(pages, views).wait()
-    assert device.copies == SLOTS, "slots longer than their blocks do not join"
+    assert device.copies == SLOTS, "slots longer than their blocks are not joined"
     assert device.launches == -(-SLOTS // (2 * slab.slot_bytes // block_bytes))
     copier.gather([[0], [-1]], views[:2]).wait()
-    assert device.copies == SLOTS, "a whole block would overwrite what a hole leaves alone"
+    assert device.copies == SLOTS, "a whole block would overwrite a skipped page"
     strange = [memoryview(bytearray(block_bytes))]
     copier.gather([[1]], strange).wait()
     assert device.launches == -(-SLOTS // (2 * slab.slot_bytes // block_bytes)) + 1, "not mapped"

@@ -1,4 +1,4 @@
-"""Which slabs are registered with the driver, and when: against a driver that writes it down."""
+"""Registration of slabs with the driver, tested with a driver that records it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SLOT_BYTES = 64 << 10
 class Driver:
     """The part of `cupy.cuda.runtime` that registers memory. It knows addresses and files.
 
-    registered: host address to the inode of the memory registered there. A registration goes on
-    meaning the pages it was made of, whatever is mapped at its address later.
+    registered: host address to the inode of the memory registered there. A registration stays with
+    its original pages, whatever is mapped at its address later.
     """
 
     class CUDARuntimeError(Exception):
@@ -30,10 +30,10 @@ class Driver:
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
-        self.refusing = False
+        self.failing = False
 
     def hostRegister(self, host: int, nbytes: int, flags: int) -> None:
-        if self.refusing or host in self.registered:
+        if self.failing or host in self.registered:
             raise self.CUDARuntimeError("cannot register")
         assert nbytes == SLOTS * SLOT_BYTES
         self.registered[host] = inode_at(host)
@@ -47,7 +47,7 @@ class Driver:
 
 
 def inode_at(address: int) -> int:
-    """The file mapped at this address."""
+    """Return the inode of the file mapped at this address."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             span, _, _, _, inode, *_ = line.split()
@@ -75,7 +75,7 @@ def slab() -> Slab:
 
 
 def at_the_place_of(old: Slab) -> Slab:
-    """Another slab, mapped where `old` was, which this closes."""
+    """Close `old` and return another slab, mapped at the same address."""
     file = slab()
     fd = os.dup(file.fd)
     file.close()
@@ -83,11 +83,11 @@ def at_the_place_of(old: Slab) -> Slab:
     old.close()
     new = Slab.attach(fd, SLOTS, SLOT_BYTES)
     if new.address != address:
-        pytest.skip("the system mapped it elsewhere")
+        pytest.skip("the system mapped it at another address")
     return new
 
 
-def test_a_new_slab_where_an_old_one_lay_is_registered_anew(driver: Driver, slabs: SlabMap) -> None:
+def test_a_new_slab_at_an_old_address_is_registered_again(driver: Driver, slabs: SlabMap) -> None:
     """As after a restart of the sidecar: same size, same address, other pages."""
     old = slab()
     slabs.add(old)
@@ -95,15 +95,15 @@ def test_a_new_slab_where_an_old_one_lay_is_registered_anew(driver: Driver, slab
     new = at_the_place_of(old)
     slabs.add(new)
     assert driver.registered == {new.address: os.fstat(new.fd).st_ino}
-    slabs.add(new)  # known already
+    slabs.add(new)  # Already registered.
     found = slabs.addresses([new.view(0), new.view(3)])
     assert found is not None
     assert found.device.tolist() == [new.address + (1 << 50) + slot * SLOT_BYTES for slot in (0, 3)]
     new.close()
 
 
-def test_an_owner_that_tells_nobody_is_found_out(driver: Driver, slabs: SlabMap) -> None:
-    """Any `SlabView` may be mapped; one that does not tell of its end is known by its object."""
+def test_a_slab_without_notification_is_found_by_identity(driver: Driver, slabs: SlabMap) -> None:
+    """Any `SlabView` can be mapped. One that does not notify of its end is found by its object."""
 
     class Silent:
         def __init__(self, inner: Slab) -> None:
@@ -128,14 +128,14 @@ def test_a_slab_is_unregistered_before_it_is_unmapped(driver: Driver, slabs: Sla
     old.before_unmapping(lambda: seen.append(inode_at(old.address)))
     inode = os.fstat(old.fd).st_ino
     old.close()
-    assert seen == [inode], "still mapped when it is told"
+    assert seen == [inode], "still mapped when notified"
     assert list(driver.registered) == [live.address]
     assert slabs.addresses([live.view(1)]) is not None
     live.close()
     assert driver.registered == {}
 
 
-def test_slabs_beyond_the_bound_push_the_oldest_out(driver: Driver, slabs: SlabMap) -> None:
+def test_slabs_beyond_the_limit_replace_the_oldest(driver: Driver, slabs: SlabMap) -> None:
     made = [slab() for _ in range(SLABS_MAX + 1)]
     for each in made:
         slabs.add(each)
@@ -145,9 +145,9 @@ def test_slabs_beyond_the_bound_push_the_oldest_out(driver: Driver, slabs: SlabM
         each.close()
 
 
-def test_a_slab_the_driver_refuses_is_left_out(driver: Driver, slabs: SlabMap) -> None:
-    driver.refusing = True
-    refused = slab()
-    slabs.add(refused)
-    assert slabs.addresses([refused.view(0)]) is None
-    refused.close()
+def test_a_slab_the_driver_rejects_is_left_out(driver: Driver, slabs: SlabMap) -> None:
+    driver.failing = True
+    rejected = slab()
+    slabs.add(rejected)
+    assert slabs.addresses([rejected.view(0)]) is None
+    rejected.close()

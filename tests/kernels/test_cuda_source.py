@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(1024) spilling(float* a) {
 
 
 def compile_with_nvrtc(source: str, architecture: str) -> str:
-    """What ptxas says of each kernel; raises AssertionError with the log when it fails."""
+    """Return the report of ptxas on each kernel. Raises AssertionError with the log on failure."""
     nvrtc: Any = pytest.importorskip("cuda.bindings.nvrtc")
     status, program = nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], [])
     assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS
@@ -52,7 +52,7 @@ def compile_with_nvrtc(source: str, architecture: str) -> str:
 
 
 def spilled_bytes(log: str) -> dict[str, int]:
-    """Bytes of stack, spill stores and spill loads of each kernel, added up."""
+    """Return the sum of stack, spill store and spill load bytes of each kernel."""
     found: dict[str, int] = {}
     kernel = ""
     for line in log.splitlines():
@@ -70,15 +70,15 @@ def test_compiles_without_register_spills(architecture: str) -> None:
     assert spilled_bytes(compile_with_nvrtc(CUDA_SOURCE, architecture)) == dict.fromkeys(KERNELS, 0)
 
 
-def test_a_spill_would_be_seen() -> None:
+def test_a_register_spill_would_be_detected() -> None:
     assert spilled_bytes(compile_with_nvrtc(SPILLING_SOURCE, "sm_90"))["spilling"] > 0
 
 
 def check(
     shim: Shim, case: Case, *, into_slots: bool, layer: int | None = None, **shape: Any
 ) -> None:
-    """One launch against the loops. Slots are longer than blocks and pools have gaps, so bytes
-    that no kernel may touch lie around whatever it does."""
+    """Compare one launch with the loops. Slots are longer than blocks and pools have gaps, so all
+    writes have bytes around them that no kernel may change."""
     if not case.pages:
         return
     slots = [np.frombuffer(slot, dtype=np.uint8) for slot in case.slots]
@@ -106,7 +106,7 @@ SHAPES = st.one_of(st.none(), st.tuples(st.integers(1, 5), st.integers(1, 33), s
 def test_on_cpu_equals_the_loops(
     shim: Shim, case: Case, into_slots: bool, shape: tuple[int, int, int] | None
 ) -> None:
-    """Any layout, order, grid and block, holes in the table included."""
+    """Any layout, order, grid and block, with skipped pages."""
     check(shim, case, into_slots=into_slots, shape=shape)
 
 
@@ -162,7 +162,7 @@ def test_int8_of_the_smallest_vectors(shim: Shim, top: float) -> None:
     element=st.sampled_from((1, 2, 4)),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_any_alignment_is_right(
+def test_any_alignment_is_correct(
     shim: Shim,
     into_slots: bool,
     planes: bool,
@@ -171,7 +171,7 @@ def test_any_alignment_is_right(
     element: int,
     seed: int,
 ) -> None:
-    """Pools and slots that begin anywhere, elements that begin at multiples of their size."""
+    """Pools and slots that start anywhere, elements aligned to their size."""
     rng = np.random.default_rng(seed)
     dtype = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}[element]
     width = -(-run_bytes // element)
@@ -197,7 +197,7 @@ def test_any_alignment_is_right(
     assert torch.equal(room, expected_room)
 
 
-def test_one_layer_touches_that_layer_only(shim: Shim) -> None:
+def test_one_layer_changes_that_layer_only(shim: Shim) -> None:
     rng = np.random.default_rng(3)
     fill = rng.integers(0, 256, 4096, dtype=np.uint8)
     pool = make_pool("vllm split BLNHC", Sizes(3, 4, 2, 2, 8), torch.bfloat16, fill)

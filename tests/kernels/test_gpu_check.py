@@ -1,4 +1,4 @@
-"""`bench/gpu_check.py` runs through on a machine without a GPU, and says what it left out."""
+"""`bench/gpu_check.py` completes on a machine without a GPU, and reports what it skipped."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a CUDA device")
-def test_runs_through_on_cpu(tmp_path: Path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a CUDA device")
+def test_completes_on_cpu(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "bench/gpu_check.py", "--quick", "--json", str(tmp_path / "found.json")],
         cwd=ROOT,

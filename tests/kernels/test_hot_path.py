@@ -1,5 +1,4 @@
-"""What a copy must not do: wait for the whole device. And that the CUDA copier's own bookkeeping,
-which needs no device, is right."""
+"""No copy waits for the whole device, and the parts of the CUDA copier that need no device work."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ WHOLE_DEVICE = ("deviceSynchronize", "empty_cache", "cudaDeviceSynchronize", "ct
 
 
 def waits_for_the_device(tree: ast.AST) -> list[str]:
-    """Calls that wait for all of a device's streams, by name."""
+    """Return the calls that wait for all streams of a device, by name."""
     found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute):
@@ -52,7 +51,7 @@ def test_nothing_waits_for_the_whole_device() -> None:
         ("torch.cuda.synchronize()", True),
         ("torch.cuda.empty_cache()", True),
         ("runtime.deviceSynchronize()", True),
-        ("lane.synchronize()", False),
+        ("stream.synchronize()", False),
         ("event.synchronize()", False),
     ],
 )
@@ -68,7 +67,7 @@ def test_copies_join_only_slots_without_a_gap() -> None:
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_the_path_goes_by_size(direction: Direction) -> None:
+def test_the_size_chooses_the_path(direction: Direction) -> None:
     limit = COPY_ENGINE_FROM_BYTES[direction]
     assert path_for(direction, limit - 1) is CopyPath.KERNEL
     assert path_for(direction, limit) is CopyPath.COPY_ENGINE

@@ -1,5 +1,5 @@
-"""What layouts and formats mean, written out: the bytes of a slot for each engine's pool, what a
-namespace says of them, and what it refuses."""
+"""Layouts and formats: the bytes of a slot for each engine's pool, and their namespaces, valid and
+invalid."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def slot_of(pool: PoolLayout, order: str, pages: list[int] = PAGES) -> torch.Ten
 
 
 def block(order: str, pages: list[int] = PAGES) -> torch.Tensor:
-    """The block of these pages by torch's own permutations. C is K and V side by side."""
+    """Return the block of these pages by torch's permutations. C is K and V side by side."""
     both = torch.stack([K, V], dim=1)[:, :, pages].flatten(2, 3)  # L K T H D
     axes = order.replace("C", "KD")
     return both.permute(["LKTHD".index(axis) for axis in axes]).reshape(-1)
@@ -72,7 +72,7 @@ def pools() -> dict[str, PoolLayout]:
 @pytest.mark.parametrize("order", ["LKTHD", "KTLHD", "LHTKD", "LHTC", "LTHC"])
 @pytest.mark.parametrize("name", list(pools()))
 def test_every_engine_fills_the_same_slot(name: str, order: str) -> None:
-    """One order, one meaning, whatever pool the KV came from."""
+    """The meaning of an order does not depend on the pool."""
     assert torch.equal(slot_of(pools()[name], order), block(order))
 
 
@@ -88,28 +88,26 @@ def test_every_engine_fills_the_same_slot(name: str, order: str) -> None:
         ("sglang page_first_direct", "KLTHD", L * N * H * D * 4, 2),
     ],
 )
-def test_a_pools_own_order_moves_in_long_runs(
-    name: str, order: str, run_bytes: int, runs: int
-) -> None:
+def test_a_pools_own_order_has_long_runs(name: str, order: str, run_bytes: int, runs: int) -> None:
     plan = copy_plan(pools()[name], BlockFormat(order), 1)
     assert (plan.run_bytes, plan.runs_per_page) == (run_bytes, runs)
 
 
-def test_a_single_latent_keeps_its_vector() -> None:
+def test_a_single_latent_is_one_vector() -> None:
     latent = torch.randn(L, B, N, 1, 6)
     pool = PoolLayout.vllm([layer.transpose(1, 2) for layer in latent])
     wanted = latent[:, PAGES].reshape(-1)
     assert torch.equal(slot_of(pool, "LTHC"), wanted)
-    with pytest.raises(AssertionError, match="one vector"):
+    with pytest.raises(AssertionError, match="separate vectors"):
         BlockFormat("LKTHD").check(pool)
 
 
-def test_layouts_that_lie_are_refused() -> None:
-    with pytest.raises(AssertionError, match="one shape"):
+def test_invalid_layouts_are_rejected() -> None:
+    with pytest.raises(AssertionError, match="same shape"):
         PoolLayout((torch.zeros(2, 2, 1, 4), torch.zeros(3, 2, 1, 4)), 2)
     with pytest.raises(AssertionError, match="strides"):
         PoolLayout((torch.zeros(2, 2, 3, 4), torch.zeros(2, 3, 2, 4).transpose(1, 2)), 2)
-    with pytest.raises(AssertionError, match="lacks a part"):
+    with pytest.raises(AssertionError, match="missing part"):
         PoolLayout((torch.zeros(2, 2, 1, 4),), 2)
     with pytest.raises(AssertionError, match="contiguous"):
         PoolLayout((torch.zeros(2, 2, 4, 3).transpose(2, 3),), 1)
@@ -136,7 +134,7 @@ def test_a_format_is_in_the_namespace_and_comes_back(order: str, storage: str) -
 
 
 def test_no_two_formats_share_a_namespace() -> None:
-    """Also where the sizes agree: planes of one dtype, and plain bytes."""
+    """Even with equal sizes: planes of one dtype, and plain bytes."""
     formats = [BlockFormat(o, s) for o in ("LKTHD", "KTLHD", "LHTC") for s in STORAGES]
     digests = {form.namespace(ENGINE).digest for form in formats}
     digests |= {form.namespace(replace(ENGINE, dtype="bfloat16")).digest for form in formats}
@@ -153,7 +151,7 @@ def test_int8_is_never_a_default_and_always_named() -> None:
 
 
 @pytest.mark.parametrize("order", ["", "LKTH", "LKTHDD", "LKTTD", "LKTHC", "lkthd", "LTHD"])
-def test_letters_that_are_no_order_are_refused(order: str) -> None:
+def test_invalid_orders_are_rejected(order: str) -> None:
     with pytest.raises(ConfigError, match="layout"):
         BlockFormat(order)
 
@@ -166,18 +164,18 @@ def test_letters_that_are_no_order_are_refused(order: str) -> None:
         ({"head_dim": 4}, "head_dim is 4"),
         ({"head_dim_v": 4}, "head_dim_v is 4"),
         ({"dtype": "bfloat16"}, "dtype is bfloat16"),
-        ({"block_tokens": 6}, "block_tokens is 6"),
-        ({"attention": "mla"}, "K and V apart"),
-        ({"layout": "LKTHD-planes-int4"}, "names no dtype"),
+        ({"block_tokens": 6}, r"\(got 6\)"),
+        ({"attention": "mla"}, "separate K and V"),
+        ({"layout": "LKTHD-planes-int4"}, "unknown dtype"),
     ],
     ids=str,
 )
-def test_a_namespace_of_another_pool_is_refused(change: dict[str, object], text: str) -> None:
+def test_a_namespace_of_another_pool_is_rejected(change: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         check_layout(replace(ENGINE, **change), pools()["ours"])  # type: ignore[arg-type]
 
 
-def test_a_pool_of_one_vector_wants_an_order_of_one_vector() -> None:
+def test_a_pool_of_one_vector_needs_an_order_of_one_vector() -> None:
     pool = make_pool("vllm LBHNC", Sizes(L, B, N, H, D), torch.float32, np.zeros(8, np.uint8))
     with pytest.raises(ConfigError, match="a single vector"):
         check_layout(ENGINE, pool)

@@ -1,4 +1,4 @@
-"""The lossy int8 storage: its definition at the edges, its error, and that every copier agrees."""
+"""The lossy int8 storage: its definition at the edges, its error, and that all copiers agree."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_rounding_back_is_to_nearest_even(copier: type, dtype: torch.dtype) -> N
     assert torch.equal(pool.view(torch.uint8), wanted.view(torch.uint8))
 
 
-def test_a_slot_takes_half_and_the_pool_gets_it_back_nearly() -> None:
+def test_a_slot_takes_half_and_the_error_is_small() -> None:
     pool = torch.randn(2, 2, 4, 8, 2, 128, dtype=torch.bfloat16)
     layout = PoolLayout.reference(pool)
     slot = bytearray(INT8.block_bytes(layout, 2))
@@ -77,7 +77,7 @@ def test_a_slot_takes_half_and_the_pool_gets_it_back_nearly() -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5])
 @pytest.mark.parametrize("copier", [HostCopier, DeviceCopier])
-def test_a_lone_vector_whose_scale_begins_at_no_floats_place(copier: type, width: int) -> None:
+def test_a_single_vector_with_an_unaligned_scale(copier: type, width: int) -> None:
     latent = torch.randn(1, 1, 1, width)
     pool = PoolLayout((latent,), 1)
     form = BlockFormat("LTHC", "int8")

@@ -1,4 +1,4 @@
-"""Every copier that runs on this machine equals the loops of `kernels.reference`, bit for bit."""
+"""All copiers that run on this machine equal the loops of `kernels.reference`, bit for bit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_scatter_equals_the_loops(copier: type, by_layer: bool, case: Case) -> N
 
 @settings(max_examples=80, deadline=None)
 @given(case=cases(unique=True, storages=("plain", "planes")))
-def test_what_was_gathered_scatters_back(case: Case) -> None:
+def test_gathered_blocks_scatter_back(case: Case) -> None:
     kernels.gather(case.pool, case.pages, case.views(), case.form).wait()
     target = clone(case.pool)
     for number in range(len(target.sheets)):
@@ -83,7 +83,7 @@ def small_pool() -> torch.Tensor:
     ids=["page too high", "page too low", "slot too short", "ragged", "slots missing", "no pages"],
 )
 @pytest.mark.parametrize("copier", COPIERS)
-def test_a_wrong_table_asserts(copier: type, pages: list[list[int]], slot_bytes: int) -> None:
+def test_an_invalid_table_asserts(copier: type, pages: list[list[int]], slot_bytes: int) -> None:
     slots = [memoryview(bytearray(slot_bytes))]
     for copy in (copier(small_pool()).gather, copier(small_pool()).scatter):
         with pytest.raises((AssertionError, ValueError)):
@@ -99,8 +99,8 @@ def test_a_pool_of_another_shape_asserts() -> None:
         HostCopier(torch.zeros(1, 2, 4, 2, 1, 4).transpose(2, 3))
 
 
-def test_copies_on_cpu_make_no_fresh_memory() -> None:
-    """A gather of whole blocks allocates nothing of a block's size."""
+def test_copies_on_cpu_allocate_no_block_memory() -> None:
+    """A gather of whole blocks allocates nothing near a block's size."""
     import tracemalloc
 
     pool = torch.zeros(4, 2, 16, 16, 4, 64)
@@ -123,7 +123,7 @@ def test_copies_on_cpu_make_no_fresh_memory() -> None:
 @settings(max_examples=50, deadline=None)
 @given(case=cases(unique=True, storages=STORAGES))
 def test_on_a_gpu_equals_the_loops(case: Case) -> None:
-    """Unmapped slots: through torch's indexing on the device."""
+    """Unmapped slots are copied by torch's indexing on the device."""
     expected = [bytearray(slot) for slot in case.slots]
     reference.gather(case.pool, case.pages, views(expected), case.form)
     moved = clone(case.pool)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
-# Triton reads a kernel's source from its file, so this is run as one.
+# Triton reads a kernel's source from its file, so this runs as a file.
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -60,11 +60,11 @@ def test_interpreted_equals_the_loops() -> None:
     done = run([*options, str(HERE / "interpreted_triton.py")], TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert "[100%]" in done.stdout
-    assert "s" not in done.stdout.split("[100%]")[0], "something was skipped"
+    assert "s" not in done.stdout.split("[100%]")[0], "a test was skipped"
 
 
 def test_compiles_ahead_of_time(tmp_path: Path) -> None:
-    """To a cubin for each architecture, in a process whose Triton does not interpret."""
+    """Compile to a cubin for each architecture, in a process without Triton's interpreter."""
     (tmp_path / "ahead.py").write_text(COMPILE)
     done = run([str(tmp_path / "ahead.py")], TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]

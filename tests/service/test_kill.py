@@ -69,7 +69,7 @@ def test_killed_during_writes_at_50_random_points(tmp_path: Path) -> None:
     chance = random.Random(2024)
     # Room for all that is ever written: what is acknowledged may then not be evicted.
     capacity = 2 * KILLS * MAX_BATCHES * BATCH * (SLOT_BYTES + 4096)
-    sidecar = ForkedSidecar(tmp_path, disk(tmp_path / "disk", str(capacity), codec="identity"))
+    sidecar = ForkedSidecar(tmp_path, disk(tmp_path / "disk", str(capacity), codec="none"))
     acknowledged: set[bytes] = set()
     lives: list[list[bytes]] = []
     torn_lives = survivors = 0

@@ -268,7 +268,7 @@ def test_an_invalid_endpoint_is_one_line(tmp_path: Path) -> None:
         tmp_path, "serve", "--config", str(config), "--socket", str(tmp_path / "s"), "--port", "0"
     )
     assert code == 2
-    assert err.startswith("kvstore: trace.endpoint = 'collector:4318' is not a URL")
+    assert err.startswith("kvstore: trace.endpoint = 'collector:4318' must be an HTTP URL")
 
 
 def test_a_client_that_hangs_up_in_its_request_is_no_error(tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_tokens_change_under_clients_that_stay(running: Running) -> None:
         ({"l2": {"bytes": 2 * SLOTS * SLOT_BYTES}}, ["l2.bytes", "restart"]),
         ({"l2": {"eviction": "lfu"}}, ["l2.eviction", "restart"]),
         ({"tier": {"capacity": "128MiB"}}, ["tiers.0.capacity", "restart"]),
-        ({"tier": {"codec": "identity"}}, ["tiers.0.codec", "restart"]),
+        ({"tier": {"codec": "none"}}, ["tiers.0.codec", "restart"]),
         ({"tier": {"kind": "memory", "directory": "x"}}, ["tiers.0.kind"]),
         ({"limits": {"max_http_transfers": 9}}, ["limits.max_http_transfers", "restart"]),
         ({"server": {"host": "0.0.0.0"}}, ["server.host", "restart"]),
@@ -304,7 +304,7 @@ def test_what_engines_read_is_said_to_be_theirs(running: Running, tmp_path: Path
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         "limits.shutdown_drain_timeout: 5000.0 -> 777.0",
-        "prefetch.base_wait: engines read it when they start",
+        "prefetch.base_wait: read by engines at start",
     ]
     code, out, _ = run_command(tmp_path, "config", "reload", "--url", running.url, "--json")
     assert (code, json.loads(out)) == (0, {"changed": [], "for_engines": []})

@@ -1,4 +1,4 @@
-"""One SeaweedFS for all S3 tests of a process: it takes seconds to start."""
+"""One SeaweedFS for all S3 tests of a process, because it takes seconds to start."""
 
 from __future__ import annotations
 

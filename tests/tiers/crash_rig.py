@@ -1,4 +1,4 @@
-"""Kill -9 against the disk tier: a writer that is killed, and what must be true after.
+"""Kill -9 against the disk tier: kills a writer, then checks the tier.
 
 As a program: `python tests/tiers/crash_rig.py --loops 200`. It takes turns between a tier with
 room for everything, one that reclaims all the time, and both over three directories.
@@ -25,11 +25,11 @@ from kvstore.tiers.base import Tier
 MAX_BYTES = 250_000
 THREADS = 3
 KEYS_A_THREAD = 1_000_000
-"""Numbers of keys are thread * this + a count."""
+"""The number of a key is thread * this + a count."""
 
 
 def bytes_of(number: int) -> int:
-    """Stored bytes of a block, from its number."""
+    """Stored bytes of a block, derived from its number."""
     return 1 + random.Random(number).randrange(MAX_BYTES)
 
 
@@ -71,7 +71,7 @@ def write_forever(tier: Tier, first: int, said: int) -> None:
 
 
 class CrashRun:
-    """Directories of one tier, written to and killed over and over."""
+    """Writes to the directories of one tier and kills the writer, many times."""
 
     def __init__(self, directories: Sequence[Path], *, capacity: int, seed: int) -> None:
         self.directories = list(directories)
@@ -87,17 +87,17 @@ class CrashRun:
         self._buffer = FrameBuffer(MAX_BYTES)
 
     def loop(self) -> None:
-        """Write until killed at a random moment, open again, and check everything."""
+        """Write until the kill at a random time, then open the tier again and check it."""
         first = 1 + max((n % KEYS_A_THREAD for n in self.journal), default=0)
         direct_io = self._rng.random() < 0.5
         self._rng.shuffle(self.directories)
         reader, writer = os.pipe()
-        # A fork, so that a loop does not cost the import of everything. No other thread runs.
+        # A fork, so that a loop does not repeat the imports. No other thread runs.
         child = os.fork()
         if child == 0:
             try:
                 os.close(reader)
-                # A kill cuts a buffered write in two more easily than a direct one.
+                # A kill splits a buffered write more often than a direct one.
                 tier = open_tier(self.directories, self.capacity, direct_io=direct_io)
                 write_forever(tier, first, writer)
             finally:
@@ -109,8 +109,8 @@ class CrashRun:
             os.kill(child, signal.SIGKILL)
             said += pipe.read().splitlines()
         _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), "the writer ended by itself"
-        # The last line may be cut by the kill: then it does not say that anything is done.
+        assert os.WIFSIGNALED(status), "the writer ended without a kill"
+        # The kill may truncate the last line, which then acknowledges nothing.
         whole = said[:-1] if len(said) > 1 else said
         base = self.written_bytes
         for line in whole:
@@ -131,16 +131,16 @@ class CrashRun:
         tier = open_tier(self.directories, self.capacity)
         try:
             self.torn += int(tier.stats()["torn"])
-            held = set(tier.keys())
-            for key in held:
+            present = set(tier.keys())
+            for key in present:
                 length = tier.read(key, self._buffer.header, self._buffer.payload)
-                assert length, "contains names what read does not find"
+                assert length, "contains lists a block that read does not find"
                 assert self._buffer.version_of(key, length) == 0
-            numbers = self._numbers(held)
-            assert len(numbers) == len(held), "a block that nobody wrote"
-            assert not numbers & self.deleted, "a deleted block is back"
+            numbers = self._numbers(present)
+            assert len(numbers) == len(present), "a block that no writer wrote"
+            assert not numbers & self.deleted, "a deleted block reappeared"
             for number in self._must_be_there():
-                # Its deletion may be done and not yet said.
+                # Its deletion may be done but not yet reported.
                 gone = number in unsure and number % KEYS_A_THREAD % 17 == 3
                 assert number in numbers or gone, f"an acknowledged block is lost: {number}"
             kept = numbers | self.deleted
@@ -157,8 +157,8 @@ class CrashRun:
             if self.written_bytes - began <= self.capacity // 2 and number not in self.deleted:
                 yield number
 
-    def _numbers(self, held: set[Key]) -> set[int]:
-        """Numbers of these keys: acknowledged ones, and at most one more of each thread."""
+    def _numbers(self, present: set[Key]) -> set[int]:
+        """Numbers of these keys: the acknowledged ones, and at most one more of each thread."""
         candidates = set(self.journal) | self.deleted
         newest: dict[int, int] = {}
         for number in candidates:
@@ -168,7 +168,7 @@ class CrashRun:
             start = newest.get(thread, 0)
             ahead = max(newest.values(), default=0) + 60
             candidates |= {thread * KEYS_A_THREAD + count for count in range(start, ahead)}
-        return {number for number in candidates if key_of(number) in held}
+        return {number for number in candidates if key_of(number) in present}
 
 
 def main() -> None:
@@ -187,8 +187,8 @@ def main() -> None:
             for name, directories, capacity in (
                 ("large", 1, 256 << 20),
                 ("small", 1, 16 << 20),
-                ("large striped", 3, 256 << 20),
-                ("small striped", 3, 24 << 20),
+                ("large, three directories", 3, 256 << 20),
+                ("small, three directories", 3, 24 << 20),
             )
         }
         for number in range(arguments.loops):

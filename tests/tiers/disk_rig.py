@@ -1,4 +1,4 @@
-"""What the disk tier's tests share: opening one, filling it, looking at and damaging its files."""
+"""Shared code of the disk tier's tests: opens and fills a tier, reads and corrupts its files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.tiers import disk
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.files import Files
 
-PAGE = 4096
+SECTOR_BYTES = 4096
 MIB = 1 << 20
 
 
@@ -40,7 +40,7 @@ def open_disk(
 
 
 def left_by_a_kill(directory: Path, copy: Path) -> Path:
-    """What a killed process would have left: the files of a tier that was not closed."""
+    """Copy the files of a tier that was not closed, as a kill leaves them."""
     shutil.copytree(directory, copy)
     return copy
 
@@ -52,7 +52,9 @@ def put(tier: Tier, buffer: FrameBuffer, numbers: range, nbytes: int = 20_000) -
     return keys
 
 
-def held(tier: Tier, buffer: FrameBuffer, keys: list[Key], *, damaged: int = 0) -> list[Key]:
+def readable_keys(
+    tier: Tier, buffer: FrameBuffer, keys: list[Key], *, max_corrupt: int = 0
+) -> list[Key]:
     """The keys that `contains` names, each read and compared; at most `damaged` are not right."""
     right = []
     wrong = 0
@@ -62,12 +64,12 @@ def held(tier: Tier, buffer: FrameBuffer, keys: list[Key], *, damaged: int = 0) 
             assert length == 0
             continue
         try:
-            assert length, "contains names what read cannot find"
+            assert length, "contains lists a block that read does not find"
             assert buffer.version_of(key, length) == 0
             right.append(key)
         except FrameInvalid:
             wrong += 1
-    assert wrong <= damaged
+    assert wrong <= max_corrupt
     return right
 
 
@@ -80,7 +82,7 @@ def flip(path: Path, at: int, bit: int = 1) -> None:
 
 
 class FaultyFiles(Files):
-    """Raises `error` at the calls named; may move less than asked.
+    """Raises `error` at the calls in `failing`; may transfer less than requested.
 
     only: a directory whose files fail; the others go well.
     """

@@ -1,4 +1,4 @@
-"""Kill -9 against the S3 tier: a writer that is killed, and what must be true after.
+"""Kill -9 against the S3 tier: kills a writer, then checks the tier.
 
 As a program: `python tests/tiers/s3_crash_rig.py --loops 200` (with `tests` on PYTHONPATH).
 """
@@ -25,16 +25,16 @@ MAX_BYTES = 150_000
 THREADS = 4
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
 KEYS_A_THREAD = 1_000_000
-"""Numbers of keys are thread * this + a count."""
+"""The number of a key is thread * this + a count."""
 
 
 def bytes_of(number: int) -> int:
-    """Stored bytes of a block, from its number."""
+    """Stored bytes of a block, derived from its number."""
     return 1 + random.Random(number).randrange(MAX_BYTES)
 
 
 def write_forever(tier: Tier, first: int) -> None:
-    """Write blocks in threads and say each acknowledged one on stdout, until killed."""
+    """Write blocks in threads until killed, and print each acknowledged one."""
 
     def work(thread: int) -> None:
         buffer = FrameBuffer(MAX_BYTES)
@@ -54,7 +54,7 @@ def write_forever(tier: Tier, first: int) -> None:
 
 
 class CrashRun:
-    """One bucket whose writer is killed over and over.
+    """Writes to one bucket and kills the writer, many times.
 
     config: of the tier, as JSON can hold it; it has no capacity, so that nothing may be missing.
     """
@@ -70,7 +70,7 @@ class CrashRun:
         self._buffer = FrameBuffer(MAX_BYTES)
 
     def loop(self) -> None:
-        """Write until killed at a random moment, open as a new node, and check everything."""
+        """Write until the kill at a random time, then open the tier as a new node and check it."""
         argv = [sys.executable, __file__, "--writer", json.dumps(self.config), str(self._first)]
         child = subprocess.Popen(argv, stdout=subprocess.PIPE, env=ENVIRONMENT)
         assert child.stdout is not None
@@ -78,9 +78,9 @@ class CrashRun:
         time.sleep(self._rng.random() * 0.4)
         child.kill()
         said += child.stdout.read().splitlines()
-        assert child.wait() < 0, "the writer ended by itself"
+        assert child.wait() < 0, "the writer ended without a kill"
         child.stdout.close()
-        # The last line may be cut by the kill: then it does not say that anything is done.
+        # The kill may truncate the last line, which then acknowledges nothing.
         whole = [int(line) for line in (said[:-1] if len(said) > 1 else said)]
         self.written |= {number for number in whole if number > 0}
         self.deleted |= {-number for number in whole if number < 0}
@@ -101,10 +101,10 @@ class CrashRun:
             self.segments, self.blocks = int(stats["segments"]), int(stats["blocks"])
             for key, _ in tier.usage():
                 length = tier.read(key, self._buffer.header, self._buffer.payload)
-                assert length, "contains names what read does not find"
+                assert length, "contains lists a block that read does not find"
                 assert self._buffer.version_of(key, length) == 0
             for number in self.deleted:
-                assert tier.contains([key_of(number)]) == [False], "a deleted block is back"
+                assert tier.contains([key_of(number)]) == [False], "a deleted block reappeared"
             acknowledged = sorted(self.written - self.deleted)
             answers = tier.contains([key_of(number) for number in acknowledged])
             missing = {n for n, has in zip(acknowledged, answers, strict=True) if not has}

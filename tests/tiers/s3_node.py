@@ -1,4 +1,4 @@
-"""One node of several that share a bucket: a tier in a process of its own, told what to do.
+"""A node that shares a bucket with others: a tier in a child process that executes commands.
 
 As a program it reads commands from stdin, one JSON list a line, and answers each with a line.
 """
@@ -24,7 +24,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": PACKAGE_PARENT}
 
 
 class Node:
-    """A tier in another process; every method waits for its answer."""
+    """A tier in another process. Every method waits for its result."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         argv = [sys.executable, __file__, json.dumps(config)]
@@ -33,26 +33,26 @@ class Node:
         )
         assert self.finish() == "ready"
 
-    def start(self, verb: str, *arguments: Any) -> None:
-        """Give a command without waiting."""
+    def start(self, operation: str, *arguments: Any) -> None:
+        """Send a command without waiting for its result."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([verb, *arguments]) + "\n")
+        self._process.stdin.write(json.dumps([operation, *arguments]) + "\n")
         self._process.stdin.flush()
 
     def finish(self) -> Any:
-        """The answer to the command given last."""
+        """The result of the last command."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, "the node has ended"
         return json.loads(line)
 
-    def do(self, verb: str, *arguments: Any) -> Any:
-        """Give a command and wait."""
-        self.start(verb, *arguments)
+    def do(self, operation: str, *arguments: Any) -> Any:
+        """Send a command and wait for its result."""
+        self.start(operation, *arguments)
         return self.finish()
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -60,15 +60,15 @@ class Node:
         self._process.stdout.close()
 
 
-class Verbs:
-    """What a node can be told."""
+class Operations:
+    """The commands of a node."""
 
     def __init__(self, tier: S3Tier) -> None:
         self._tier = tier
         self._buffer = FrameBuffer(MAX_BYTES)
 
     def write(self, numbers: list[int], nbytes: int) -> int:
-        """Write blocks; how many were taken."""
+        """Write blocks; returns the number written."""
         taken = 0
         for number in numbers:
             try:
@@ -79,7 +79,7 @@ class Verbs:
         return taken
 
     def read(self, numbers: list[int]) -> list[int]:
-        """Numbers of the blocks that read back, each compared."""
+        """Numbers of the blocks that read back unchanged."""
         found = []
         for number in numbers:
             length = self._tier.read(key_of(number), self._buffer.header, self._buffer.payload)
@@ -95,11 +95,11 @@ class Verbs:
     def delete(self, numbers: list[int]) -> None:
         self._tier.delete([key_of(number) for number in numbers])
 
-    def refresh(self) -> None:
+    def reconcile(self) -> None:
         self._tier.reconcile()
 
     def churn(self, numbers: list[int], nbytes: int, rounds: int) -> int:
-        """Write, read and collect over and over; how many reads hit."""
+        """Write, read and reconcile `rounds` times; returns the number of hits."""
         hits = 0
         for _ in range(rounds):
             self.write(numbers, nbytes)
@@ -114,11 +114,11 @@ class Verbs:
 def main() -> None:
     tier = s3.open(s3.Config(**json.loads(sys.argv[1])))
     assert isinstance(tier, S3Tier)
-    verbs = Verbs(tier)
+    operations = Operations(tier)
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        verb, *arguments = json.loads(line)
-        print(json.dumps(getattr(verbs, verb)(*arguments)), flush=True)
+        operation, *arguments = json.loads(line)
+        print(json.dumps(getattr(operations, operation)(*arguments)), flush=True)
     tier.close()
 
 

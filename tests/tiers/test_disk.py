@@ -1,4 +1,4 @@
-"""The disk tier: what every tier must do; capacity; restarts."""
+"""The disk tier: the common tier tests, capacity and restarts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from disk_rig import (
     MIB,
-    PAGE,
+    SECTOR_BYTES,
     file_bytes,
-    held,
     left_by_a_kill,
     open_disk,
     put,
+    readable_keys,
     segment_files,
 )
 
@@ -39,7 +39,7 @@ class DiskSuite(TierSuite):
         return b"".join(path.read_bytes() for path in segment_files(tmp_path / "disk"))
 
     def check_racing_read(self, buffer: FrameBuffer, key: Key, length: int) -> None:
-        """The header of a frame that is being deleted may be read as zeros; nothing else."""
+        """A read during a delete may return a zero header, but no other wrong bytes."""
         try:
             assert buffer.version_of(key, length) == 0
         except FrameInvalid:
@@ -70,7 +70,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_capacity_is_exact_whatever_is_written(directory: Path, buffer: FrameBuffer) -> None:
-    """All files together, preallocation, indexes and lock file included, at every moment."""
+    """At every time, for all files including preallocation, indexes and the lock file."""
     capacity = 4 * MIB
     rng = random.Random(1)
     tier = open_disk(directory, capacity=capacity)
@@ -81,7 +81,7 @@ def test_capacity_is_exact_whatever_is_written(directory: Path, buffer: FrameBuf
     tier.close()
     assert file_bytes(directory) <= capacity
     blocks = sum(path.stat().st_blocks * 512 for path in segment_files(directory))
-    assert blocks <= capacity, "more is allocated than the files are long"
+    assert blocks <= capacity, "more space is allocated than the length of the files"
 
 
 def test_small_frames_leave_room_for_their_footer(directory: Path, buffer: FrameBuffer) -> None:
@@ -93,7 +93,7 @@ def test_small_frames_leave_room_for_their_footer(directory: Path, buffer: Frame
         keys.append(key)
     tier.close()
     tier = open_disk(directory, capacity=2 * MIB, segment=256 * 1024)
-    assert len(held(tier, buffer, keys)) >= 150
+    assert len(readable_keys(tier, buffer, keys)) >= 150
     assert tier.stats()["torn"] == 0
     tier.close()
 
@@ -106,21 +106,21 @@ def test_a_smaller_capacity_at_the_next_opening_is_kept(
     tier.close()
     tier = open_disk(directory, capacity=3 * MIB)
     assert file_bytes(directory) <= 3 * MIB
-    assert held(tier, buffer, keys)
+    assert readable_keys(tier, buffer, keys)
     put(tier, buffer, range(300, 400))
     assert file_bytes(directory) <= 3 * MIB
     tier.close()
 
 
 def test_the_segment_that_is_read_stays(directory: Path, buffer: FrameBuffer) -> None:
-    """Space comes from the least recently used segment, not from the oldest."""
+    """Evict the least recently used segment, not the oldest one."""
     tier = open_disk(directory, capacity=4 * MIB, segment=MIB)
     old = put(tier, buffer, range(5))
     for number in range(100, 700):
         tier.write(*buffer.fill(key_of(number), 20_000))
         assert tier.read(old[0], buffer.header, buffer.payload)
         if number % 5 == 0:
-            # A segment that still waits for its footer cannot go, and a colder one then may not.
+            # A segment with a pending footer cannot be evicted, which would change the order.
             tier.flush()
     assert tier.contains(old) == [True] * 5
     assert float(tier.stats()["evictions"]) > 300
@@ -131,7 +131,7 @@ def test_a_reader_of_a_reclaimed_segment_reads_to_the_end(
     directory: Path, buffer: FrameBuffer
 ) -> None:
     class Slow(Files):
-        """Holds one read until it is told to go on."""
+        """Blocks one read until the test releases it."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -160,7 +160,9 @@ def test_a_reader_of_a_reclaimed_segment_reads_to_the_end(
         tier.write(*buffer.fill(key_of(number), 20_000))
         number += 1
     reader.join(30)
-    assert float(tier.stats()["evictions"]) <= MIB // 2 // (6 * PAGE), "one segment was enough"
+    assert float(tier.stats()["evictions"]) <= MIB // 2 // (6 * SECTOR_BYTES), (
+        "one evicted segment is enough"
+    )
     assert mine.version_of(key_of(0), length[0]) == 0
     put(tier, buffer, range(500, 600))
     assert file_bytes(directory) == tier.stats()["bytes_used"]
@@ -178,7 +180,7 @@ def test_what_a_killed_process_acknowledged_is_there(
     tier.close()
     for _ in range(2):
         tier = open_disk(copy)
-        assert len(held(tier, buffer, keys)) == 120 - len(deleted)
+        assert len(readable_keys(tier, buffer, keys)) == 120 - len(deleted)
         assert tier.stats()["torn"] == 0
         tier.close()
 
@@ -186,7 +188,7 @@ def test_what_a_killed_process_acknowledged_is_there(
 def test_an_unfinished_frame_is_never_served(
     directory: Path, tmp_path: Path, buffer: FrameBuffer
 ) -> None:
-    """Its header reached the disk, its payload did not all: what a kill can leave."""
+    """After a kill: the header is on disk, but only a part of the payload."""
     tier = open_disk(directory)
     keys = put(tier, buffer, range(3))
     copy = left_by_a_kill(directory, tmp_path / "copy")
@@ -194,25 +196,25 @@ def test_an_unfinished_frame_is_never_served(
     (segment,) = segment_files(copy)
     payload = segment.read_bytes().index(block_of(keys[1], 20_000))
     with segment.open("r+b") as file:
-        file.seek(payload + 3 * PAGE)
-        file.write(bytes(PAGE))
+        file.seek(payload + 3 * SECTOR_BYTES)
+        file.write(bytes(SECTOR_BYTES))
     tier = open_disk(copy)
     assert tier.contains(keys) == [True, False, True]
     assert tier.stats()["torn"] == 1
-    assert len(held(tier, buffer, keys)) == 2
+    assert len(readable_keys(tier, buffer, keys)) == 2
     tier.write(*buffer.fill(keys[1], 20_000))
     again = left_by_a_kill(copy, tmp_path / "again")
     tier.close()
     tier = open_disk(again)
-    assert len(held(tier, buffer, keys)) == 3
-    assert tier.stats()["torn"] == 0, "dropped once and for all"
+    assert len(readable_keys(tier, buffer, keys)) == 3
+    assert tier.stats()["torn"] == 0, "a torn frame is dropped once"
     tier.close()
 
 
 def test_a_frame_inside_a_block_is_not_taken_for_one(
     directory: Path, tmp_path: Path, buffer: FrameBuffer
 ) -> None:
-    """A block whose bytes are a whole frame of another tenant's, and whose own header is lost."""
+    """The bytes of a block are a complete frame of another tenant. Its own header is lost."""
     forged = key_of(7, tenant="victim")
     _, header, payload = buffer.fill(forged, 20_000)
     frame = bytes(header) + bytes(payload)
@@ -226,7 +228,7 @@ def test_a_frame_inside_a_block_is_not_taken_for_one(
     tier.close()
     (segment,) = segment_files(copy)
     at = segment.read_bytes().index(frame)
-    assert at % PAGE == 0
+    assert at % SECTOR_BYTES == 0
     assert decode_header(memoryview(frame)).key == forged
     tier = open_disk(copy)
     assert tier.contains([forged, key_of(1)]) == [False, False]
@@ -238,7 +240,7 @@ def test_appending_goes_on_where_it_ended(directory: Path, buffer: FrameBuffer) 
     for turn in range(6):
         tier = open_disk(directory)
         keys += put(tier, buffer, range(turn * 3, turn * 3 + 3))
-        assert len(held(tier, buffer, keys)) == len(keys)
+        assert len(readable_keys(tier, buffer, keys)) == len(keys)
         tier.close()
     assert len(segment_files(directory)) == 1
 
@@ -246,7 +248,7 @@ def test_appending_goes_on_where_it_ended(directory: Path, buffer: FrameBuffer) 
 def test_what_is_appended_to_an_old_segment_outlives_a_kill(
     directory: Path, tmp_path: Path, buffer: FrameBuffer
 ) -> None:
-    """Its footer, which does not name it, is taken away first."""
+    """The footer, which does not list the block, is removed first."""
     tier = open_disk(directory)
     keys = put(tier, buffer, range(3))
     tier.close()
@@ -255,7 +257,7 @@ def test_what_is_appended_to_an_old_segment_outlives_a_kill(
     copy = left_by_a_kill(directory, tmp_path / "copy")
     tier.close()
     tier = open_disk(copy)
-    assert held(tier, buffer, keys) == keys
+    assert readable_keys(tier, buffer, keys) == keys
     tier.close()
 
 
@@ -279,7 +281,7 @@ def test_a_deletion_holds_in_a_sealed_segment(
 def test_a_deletion_holds_when_its_segment_is_appended_to_again(
     directory: Path, tmp_path: Path, buffer: FrameBuffer, header_stays: bool
 ) -> None:
-    """header_stays: a kill came between the deletion mark and the frame's header."""
+    """header_stays: a kill came between the write of the tombstone and of the frame's header."""
 
     class Killed(Files):
         def write_at(self, fd: int, views: list[memoryview], offset: int) -> None:
@@ -289,7 +291,7 @@ def test_a_deletion_holds_when_its_segment_is_appended_to_again(
     tier = open_disk(directory, segment=MIB)
     keys = put(tier, buffer, range(3))
     tier.close()
-    # Segments of another size are not appended to: their footer stays, and takes the mark.
+    # A segment of another size is not appended to, so its footer stays and gets the tombstone.
     tier = open_disk(directory, Killed(), segment=2 * MIB)
     tier.delete(keys[1:2])
     tier.close()
@@ -299,20 +301,20 @@ def test_a_deletion_holds_when_its_segment_is_appended_to_again(
     for place in (directory, copy):
         for _ in range(2):
             tier = open_disk(place, segment=MIB)
-            assert held(tier, buffer, keys) == [keys[0], keys[2]]
+            assert readable_keys(tier, buffer, keys) == [keys[0], keys[2]]
             tier.close()
     tier = open_disk(directory, segment=MIB)
     put(tier, buffer, range(1, 2))
     tier.close()
     tier = open_disk(directory, segment=MIB)
-    assert held(tier, buffer, keys) == keys
+    assert readable_keys(tier, buffer, keys) == keys
     tier.close()
 
 
 def test_a_file_is_used_again_and_nothing_of_it_is_seen(
     directory: Path, tmp_path: Path, buffer: FrameBuffer
 ) -> None:
-    """After a kill at any roll: what was there under another name is no frame."""
+    """After a kill at any roll: frames of the reused file are invalid."""
     tier = open_disk(directory, capacity=4 * MIB, segment=MIB // 2)
     inodes: dict[int, set[str]] = {}
     for number in range(0, 1001, 7):
@@ -325,7 +327,7 @@ def test_a_file_is_used_again_and_nothing_of_it_is_seen(
             again = open_disk(copy, capacity=4 * MIB, segment=MIB // 2)
             assert set(again.keys()) == named
             assert again.stats()["torn"] == 0
-            assert held(again, buffer, keys) == keys
+            assert readable_keys(again, buffer, keys) == keys
             again.close()
     assert len(inodes) <= 9
     assert max(map(len, inodes.values())) > 3
@@ -362,7 +364,7 @@ def test_a_file_that_cannot_be_used_again_costs_its_blocks_only(
             failed += 1
             assert file_bytes(directory) == tier.stats()["bytes_used"]
             files.on = False
-    assert failed == (failing == "write"), "a file of its own is made instead, if that can be"
+    assert failed == (failing == "write"), "a new file is created instead, if possible"
     assert tier.contains([key_of(1059)]) == [True]
     assert int(tier.stats()["blocks"]) >= blocks - 50
     assert file_bytes(directory) == tier.stats()["bytes_used"]
@@ -373,7 +375,7 @@ def test_a_file_that_cannot_be_used_again_costs_its_blocks_only(
 def test_a_file_that_lost_its_name_half_way_is_removed(
     directory: Path, tmp_path: Path, buffer: FrameBuffer
 ) -> None:
-    """A kill between the new first page and the new name."""
+    """A kill between the write of the new header and the rename."""
 
     class Killed(Files):
         copy: Path | None = None
@@ -391,7 +393,7 @@ def test_a_file_that_lost_its_name_half_way_is_removed(
     count = len(segment_files(files.copy))
     tier = open_disk(files.copy, capacity=4 * MIB, segment=MIB // 2)
     assert len(segment_files(files.copy)) == count - 1
-    there = held(tier, buffer, keys)
+    there = readable_keys(tier, buffer, keys)
     assert len(there) > 100
     assert there == keys[keys.index(there[0]) : keys.index(there[-1]) + 1]
     tier.close()

@@ -1,4 +1,4 @@
-"""What leaves the disk tier, and when: time to live, orders of eviction; what was used last."""
+"""Expiry and eviction of the disk tier, and the order of `usage`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disk_rig import MIB, file_bytes, flip, held, left_by_a_kill, open_disk, put, segment_files
+from disk_rig import (
+    MIB,
+    file_bytes,
+    flip,
+    left_by_a_kill,
+    open_disk,
+    put,
+    readable_keys,
+    segment_files,
+)
 
 from kvstore.blocks.frame import checksum
 from kvstore.cache.eviction import EVICTION_POLICIES
@@ -23,7 +32,7 @@ TTL_S = 800.0
 
 
 class Clock:
-    """Seconds since 1970, as told."""
+    """A clock that the test sets, in seconds since 1970."""
 
     def __init__(self) -> None:
         self.now_s = 1.8e9
@@ -57,7 +66,7 @@ def open_aging(directory: Path, clock: Callable[[], float], files: Files | None 
 def test_a_block_lives_as_long_as_it_may_and_no_longer(
     directory: Path, buffer: FrameBuffer, clock: Clock
 ) -> None:
-    """Never longer than the time to live, at most an eighth less, whatever call asks first."""
+    """A block never exceeds the TTL and expires at most 1/8 early, whatever call comes first."""
     tier = open_aging(directory, clock)
     born_s: dict[int, float] = {}
     rng = random.Random(3)
@@ -72,7 +81,7 @@ def test_a_block_lives_as_long_as_it_may_and_no_longer(
                 there = tier.contains([key])[0]
             else:
                 there = tier.read(key, buffer.header, buffer.payload) > 0
-            assert not (there and age_s >= TTL_S), "served after its time"
+            assert not (there and age_s >= TTL_S), "read after the TTL"
             assert there or age_s >= TTL_S * 7 / 8 - 0.01, f"gone after {age_s} s"
     assert int(tier.stats()["expired"]) == tier.stats()["evictions"] > 100
     tier.close()
@@ -100,13 +109,13 @@ def test_expired_files_leave_the_disk_by_themselves(
     files.gone.clear()
     tier = open_disk(directory, files, ttl="300ms", segment=MIB)
     put(tier, buffer, range(3))
-    assert files.gone.wait(30), "nobody asks, and it goes all the same"
+    assert files.gone.wait(30), "the file is deleted without any call"
     tier.close()
     assert segment_files(directory) == []
 
 
 def test_with_a_time_to_live_no_file_is_used_again(directory: Path, buffer: FrameBuffer) -> None:
-    """What was reclaimed early would lie in it past its time."""
+    """A reused file would contain expired bytes."""
     renamed = []
 
     class Telling(Files):
@@ -160,7 +169,9 @@ def test_age_counts_while_the_tier_is_closed(
     tier = open_aging(directory, clock)
     put(tier, buffer, range(20, 21))
     clock.now_s += TTL_S / 2
-    assert tier.contains([*new, key_of(20)]) == [False] * 3 + [True], "appended to an old segment"
+    assert tier.contains([*new, key_of(20)]) == [False] * 3 + [True], (
+        "appended to a segment past its append window"
+    )
     tier.close()
 
 
@@ -195,7 +206,7 @@ def test_files_that_say_no_age_count_from_their_last_write(
     os.utime(segment, (clock.now_s, clock.now_s))
     clock.now_s += TTL_S - 1
     tier = open_aging(directory, clock)
-    assert held(tier, buffer, keys) == keys
+    assert readable_keys(tier, buffer, keys) == keys
     clock.now_s += 1
     assert tier.contains(keys) == [False] * 3
     tier.close()
@@ -210,16 +221,16 @@ def test_the_age_is_kept_when_the_first_page_is_damaged(
     flip(segment_files(directory)[0], 50)
     clock.now_s += TTL_S - 1
     tier = open_aging(directory, clock)
-    assert held(tier, buffer, keys) == keys
+    assert readable_keys(tier, buffer, keys) == keys
     clock.now_s += 1
     assert tier.contains(keys) == [False] * 3
     tier.close()
 
 
-# ---------------------------------------------------------------------- orders of eviction
+# ---------------------------------------------------------------------- eviction policies
 
 
-def test_an_unknown_order_is_refused(directory: Path) -> None:
+def test_an_unknown_policy_is_rejected(directory: Path) -> None:
     with pytest.raises(ConfigError, match="'lru'"):
         open_disk(directory, eviction="lur")
     assert not directory.exists()
@@ -246,7 +257,7 @@ def test_every_order_keeps_the_capacity_and_serves_what_is_right(
 
 
 def test_the_order_of_eviction_is_the_one_asked_for(directory: Path, buffer: FrameBuffer) -> None:
-    """Least recently used, and S3-FIFO, which is blind to the order of uses: one read each."""
+    """LRU, and S3-FIFO, which ignores the order of uses. Each block is read once."""
     kept = {}
     for name in ("lru", "s3fifo"):
         tier = open_disk(directory / name, capacity=4 * MIB, segment=MIB // 2, eviction=name)
@@ -272,7 +283,9 @@ def test_usage_tells_what_was_used_last_first(directory: Path, buffer: FrameBuff
     tier.read(keys[30], buffer.header, buffer.payload)
     listed = [key for key, _ in tier.usage()]
     together = listed[: listed.index(keys[30]) + 1]
-    assert together == keys[keys.index(together[0]) : 31], "its segment, in the order written"
+    assert together == keys[keys.index(together[0]) : 31], (
+        "the blocks of one segment in write order"
+    )
     assert keys.index(listed[len(together) + 5]) < 45
     assert sorted(listed) == sorted(keys)
     tier.delete(keys[:10])

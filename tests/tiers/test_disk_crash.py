@@ -1,4 +1,4 @@
-"""`kill -9` of a process that writes to the disk tier, at random moments."""
+"""`kill -9` of a process that writes to the disk tier, at random times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from crash_rig import CrashRun
     [(1, 1 << 30, 7), (1, 8 << 20, 5), (3, 24 << 20, 8)],
 )
 def test_kill_at_any_moment(tmp_path: Path, directories: int, capacity: int, loops: int) -> None:
-    """What `contains` names is whole and right, what was acknowledged is there, none is torn."""
+    """Listed blocks are intact, and acknowledged blocks are listed."""
     places = [tmp_path / str(number) for number in range(directories)]
     run = CrashRun(places, capacity=capacity, seed=capacity)
     for _ in range(loops):

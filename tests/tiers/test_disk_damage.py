@@ -1,4 +1,4 @@
-"""The disk tier over damaged files, and the check of every frame."""
+"""The disk tier on corrupt files, and `kvstore verify`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from disk_rig import (
     MIB,
-    PAGE,
+    SECTOR_BYTES,
     file_bytes,
     flip,
-    held,
     left_by_a_kill,
     open_disk,
     put,
+    readable_keys,
     segment_files,
 )
 from hypothesis import given, settings
@@ -59,8 +59,12 @@ def test_a_flipped_bit_anywhere_costs_blocks_never_wrong_ones(
     shutil.copytree(filled, copy)
     rng = random.Random(seed)
     segment = rng.choice(segment_files(copy))
-    # Half of the flips where the few bytes lie that hold the rest together.
-    places = [rng.randrange(segment.stat().st_size), rng.randrange(64), -rng.randrange(1, PAGE)]
+    # Half of the flips are in headers and trailers, which are small.
+    places = [
+        rng.randrange(segment.stat().st_size),
+        rng.randrange(64),
+        -rng.randrange(1, SECTOR_BYTES),
+    ]
     at = rng.choice(places) % segment.stat().st_size
     keys = [key_of(number) for number in range(20)]
     buffer = FrameBuffer(MIB)
@@ -69,9 +73,9 @@ def test_a_flipped_bit_anywhere_costs_blocks_never_wrong_ones(
     tier = open_disk(copy, capacity=MIB, segment=MIB // 4)
     if while_open:
         flip(segment, at, 1 << bit)
-    kept = held(tier, buffer, keys, damaged=1)
-    # Only the first page of a segment that was in use when its process was killed has no double.
-    assert len(kept) >= (5 if filled.name == "killed" and at < PAGE else 19)
+    kept = readable_keys(tier, buffer, keys, max_corrupt=1)
+    # Only the header of a segment in use during a kill has no copy in a trailer.
+    assert len(kept) >= (5 if filled.name == "killed" and at < SECTOR_BYTES else 19)
     put(tier, buffer, range(100, 103), 9000)
     tier.close()
 
@@ -87,11 +91,11 @@ def test_a_damaged_footer_costs_a_scan_and_no_block(
         (segment,) = segment_files(copy)
         flip(segment, segment.read_bytes().rindex(keys[number].hash) + number)
         tier = open_disk(copy, segment=MIB)
-        assert held(tier, buffer, keys) == keys
+        assert readable_keys(tier, buffer, keys) == keys
         tier.close()
 
 
-@pytest.mark.parametrize("cut", [0, 100, PAGE, 5 * PAGE + 17, 40 * PAGE])
+@pytest.mark.parametrize("cut", [0, 100, SECTOR_BYTES, 5 * SECTOR_BYTES + 17, 40 * SECTOR_BYTES])
 def test_a_truncated_segment_keeps_what_is_left(
     directory: Path, buffer: FrameBuffer, cut: int
 ) -> None:
@@ -101,17 +105,17 @@ def test_a_truncated_segment_keeps_what_is_left(
     (segment,) = segment_files(directory)
     os.truncate(segment, cut)
     tier = open_disk(directory, segment=MIB)
-    kept = held(tier, buffer, keys)
-    assert len(kept) == max(0, (cut // PAGE - 1) // 6)
+    kept = readable_keys(tier, buffer, keys)
+    assert len(kept) == max(0, (cut // SECTOR_BYTES - 1) // 6)
     put(tier, buffer, range(20))
-    assert len(held(tier, buffer, keys)) == 20
+    assert len(readable_keys(tier, buffer, keys)) == 20
     tier.close()
 
 
 def test_a_segment_truncated_while_open_is_a_miss(directory: Path, buffer: FrameBuffer) -> None:
     tier = open_disk(directory)
     keys = put(tier, buffer, range(3))
-    os.truncate(segment_files(directory)[0], 10 * PAGE)
+    os.truncate(segment_files(directory)[0], 10 * SECTOR_BYTES)
     assert tier.read(keys[2], buffer.header, buffer.payload) == 0
     assert tier.contains(keys) == [True, True, False]
     tier.write(*buffer.fill(keys[2], 20_000))
@@ -126,9 +130,9 @@ def test_a_zeroed_segment_is_empty(directory: Path, buffer: FrameBuffer) -> None
     (segment,) = segment_files(directory)
     segment.write_bytes(bytes(segment.stat().st_size))
     tier = open_disk(directory)
-    assert held(tier, buffer, keys) == []
+    assert readable_keys(tier, buffer, keys) == []
     put(tier, buffer, range(10))
-    assert len(held(tier, buffer, keys)) == 10
+    assert len(readable_keys(tier, buffer, keys)) == 10
     assert file_bytes(directory) == tier.stats()["bytes_used"]
     tier.close()
 
@@ -139,11 +143,11 @@ def test_a_segment_deleted_while_open_is_gone_at_the_next_opening(
     tier = open_disk(directory, segment=MIB)
     keys = put(tier, buffer, range(60))
     segment_files(directory)[0].unlink()
-    assert len(held(tier, buffer, keys)) == 60
+    assert len(readable_keys(tier, buffer, keys)) == 60
     put(tier, buffer, range(100, 500))
     tier.close()
     tier = open_disk(directory, segment=MIB)
-    held(tier, buffer, keys)
+    readable_keys(tier, buffer, keys)
     tier.close()
 
 
@@ -157,7 +161,7 @@ def test_files_of_others_are_let_be(directory: Path, buffer: FrameBuffer) -> Non
     put(tier, buffer, range(3))
     tier.close()
     tier = open_disk(directory)
-    assert len(held(tier, buffer, keys)) == 3
+    assert len(readable_keys(tier, buffer, keys)) == 3
     tier.close()
     for name, text in foreign.items():
         assert (directory / name).read_bytes() == text
@@ -182,7 +186,7 @@ def test_verify_counts_good_and_bad_frames(directory: Path, buffer: FrameBuffer)
     assert keys[50].hash.hex() in report.corrupt[0].block
     assert "checksum" in report.corrupt[0].reason
     flip(segment_files(directory)[0], 20)
-    assert verify([str(directory)]).segments_corrupt == 0, "the last page says it too"
+    assert verify([str(directory)]).segments_corrupt == 0, "the trailer has the same fields"
     flip(segment_files(directory)[0], MIB - 100)
     report = verify([str(directory)])
     assert report.segments_corrupt == 1

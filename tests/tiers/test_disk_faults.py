@@ -1,4 +1,4 @@
-"""The disk tier when system calls fail, when the disk is full, and in whose directory."""
+"""The disk tier with failing system calls, a full disk, and directories in use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from disk_rig import (
     MIB,
-    PAGE,
+    SECTOR_BYTES,
     FaultyFiles,
     file_bytes,
-    held,
     open_disk,
     put,
+    readable_keys,
     segment_files,
 )
 
@@ -114,7 +114,7 @@ def test_a_full_file_system_reclaims_and_goes_on(directory: Path, buffer: FrameB
     keys = put(tier, buffer, range(400))
     assert tier.contains(keys[-30:]) == [True] * 30
     assert len(segment_files(directory)) == 3
-    held(tier, buffer, keys)
+    readable_keys(tier, buffer, keys)
     tier.close()
 
 
@@ -128,7 +128,7 @@ def test_no_room_at_all_is_tier_full(directory: Path, buffer: FrameBuffer) -> No
     assert segment_files(directory) == []
     files.room_bytes = 1 << 60
     keys = put(tier, buffer, range(1))
-    assert held(tier, buffer, keys) == keys
+    assert readable_keys(tier, buffer, keys) == keys
     assert file_bytes(directory) == tier.stats()["bytes_used"]
     tier.close()
 
@@ -148,9 +148,9 @@ def test_failing_io_is_unavailable_and_nothing_is_lost(
     tier.delete(keys[:1])
     files.failing = {}
     assert tier.contains(keys) == [False, True]
-    assert held(tier, buffer, keys) == keys[1:]
+    assert readable_keys(tier, buffer, keys) == keys[1:]
     put(tier, buffer, range(2, 3))
-    assert held(tier, buffer, [key_of(2)])
+    assert readable_keys(tier, buffer, [key_of(2)])
     tier.close()
 
 
@@ -181,20 +181,22 @@ def test_durable_writes_wait_for_the_disk(directory: Path, buffer: FrameBuffer) 
     files.failing = {"sync": errno.EIO}
     with pytest.raises(TierUnavailable, match="sync failed"):
         put(tier, buffer, range(1, 2))
-    assert tier.contains([key_of(1)]) == [False], "a second write would be acknowledged at once"
+    assert tier.contains([key_of(1)]) == [False], (
+        "a second write would be acknowledged without a sync"
+    )
     files.failing = {}
     keys = put(tier, buffer, range(3))
-    assert len(segment_files(directory)) == 2, "nothing more is trusted to the one that failed"
+    assert len(segment_files(directory)) == 2, "no more frames in the segment whose sync failed"
     tier.close()
     tier = open_disk(directory)
-    assert held(tier, buffer, keys) == keys
+    assert readable_keys(tier, buffer, keys) == keys
     tier.close()
 
 
 def test_a_durable_write_waits_for_the_name_of_its_file(
     directory: Path, buffer: FrameBuffer
 ) -> None:
-    """A file whose name is lost with the power is lost, however well its bytes are kept."""
+    """A file is lost in a power loss if its name is not on stable storage."""
     synced: set[str] = set()
 
     class Telling(Files):
@@ -224,7 +226,7 @@ def test_a_disk_that_never_syncs_does_not_cost_what_it_holds(
     assert int(tier.stats()["blocks"]) > before - 2 * MIB // 20_000
     files.failing = {}
     keys = put(tier, buffer, range(1000, 1020))
-    assert held(tier, buffer, keys) == keys
+    assert readable_keys(tier, buffer, keys) == keys
     tier.close()
 
 
@@ -238,14 +240,14 @@ def test_flush_says_when_the_disk_could_not(directory: Path, buffer: FrameBuffer
         tier.flush()
     files.failing = {}
     keys = put(tier, buffer, range(3))
-    # The kernel has dropped what it could not write; a sync that goes well now says nothing of it.
+    # The kernel has dropped the pages that it could not write. A later sync does not report them.
     with pytest.raises(TierUnavailable, match="sync failed"):
         tier.flush()
-    assert held(tier, buffer, keys) == keys
+    assert readable_keys(tier, buffer, keys) == keys
     tier.close()
     assert verify([str(directory)]).segments_unsealed == 1
     tier = open_disk(directory)
-    assert held(tier, buffer, keys) == keys
+    assert readable_keys(tier, buffer, keys) == keys
     tier.flush()
     tier.close()
 
@@ -267,7 +269,7 @@ def test_flush_is_right_again_when_the_segment_that_failed_is_gone(
 
 
 def test_a_failed_sync_at_sealing_is_told_by_flush(directory: Path, buffer: FrameBuffer) -> None:
-    """Whoever syncs first is told of a failure, and nobody else."""
+    """The kernel reports a failed sync to the first caller only."""
 
     class Telling(FaultyFiles):
         failed = threading.Event()
@@ -324,20 +326,20 @@ def test_a_segment_that_cannot_be_made_leaves_the_others_to_be_reclaimed(
                 put(tier, buffer, range(number, number + 1), 200_000)
             except TierUnavailable:
                 break
-        assert not files.failing, "the roll never came"
+        assert not files.failing, "no segment was rolled"
         if clear:
             tier.clear()
-            # Footers on their way hold the files that they are for.
+            # A pending footer keeps its segment open.
             tier.flush()
             assert file_bytes(directory) == tier.stats()["bytes_used"]
     keys = put(tier, buffer, range(1000, 1030), 200_000)
-    assert held(tier, buffer, keys[-8:]) == keys[-8:]
+    assert readable_keys(tier, buffer, keys[-8:]) == keys[-8:]
     tier.close()
     assert verify([str(directory)]).segments_unsealed == 0
 
 
 def test_a_hung_write_keeps_the_directory_from_others(directory: Path, buffer: FrameBuffer) -> None:
-    """It may still land, in files that another process would have recovered by then."""
+    """The write may still complete, in files that another process has recovered meanwhile."""
 
     class Hung(Files):
         hanging, go_on = threading.Event(), threading.Event()
@@ -378,14 +380,14 @@ def test_without_direct_io_the_tier_goes_on_buffered(
     tier = open_disk(directory, files)
     keys = put(tier, buffer, range(3))
     if refused_at == "io":
-        # An address that direct I/O refuses stands for a file system that does.
-        odd = memoryview(bytearray(3 * PAGE))[1 : 2 * PAGE + 1]
+        # An unaligned address has the same effect as a file system without direct I/O.
+        odd = memoryview(bytearray(3 * SECTOR_BYTES))[1 : 2 * SECTOR_BYTES + 1]
         path = segment_files(directory)[0]
         fd = files.open(str(path))
-        assert files.read_at(fd, [odd], 0) == 2 * PAGE
+        assert files.read_at(fd, [odd], 0) == 2 * SECTOR_BYTES
         files.close(fd)
     assert tier.stats()["direct_io"] == 0
-    assert len(held(tier, buffer, keys)) == 3
+    assert len(readable_keys(tier, buffer, keys)) == 3
     put(tier, buffer, range(3, 200))
     tier.close()
     said = [r for r in caplog.records if r.levelno >= logging.WARNING and "direct" in r.message]
@@ -394,14 +396,14 @@ def test_without_direct_io_the_tier_goes_on_buffered(
 
 def test_short_io_is_taken_up_where_it_ended(directory: Path, buffer: FrameBuffer) -> None:
     class Short(Files):
-        """The kernel may move any part of what is asked."""
+        """The kernel may transfer any part of the request."""
 
         rng = random.Random(3)
 
         def _call(self, call: Any, fd: int, views: list[memoryview], offset: int) -> int:
             nbytes = sum(map(len, views))
-            pages = self.rng.randrange(1, nbytes // PAGE + 1)
-            part, rest = [], pages * PAGE
+            pages = self.rng.randrange(1, nbytes // SECTOR_BYTES + 1)
+            part, rest = [], pages * SECTOR_BYTES
             for view in views:
                 part.append(view[:rest])
                 rest -= len(part[-1])
@@ -409,18 +411,16 @@ def test_short_io_is_taken_up_where_it_ended(directory: Path, buffer: FrameBuffe
 
     tier = open_disk(directory, Short())
     keys = put(tier, buffer, range(60), 300_000)
-    assert len(held(tier, buffer, keys)) > 10
+    assert len(readable_keys(tier, buffer, keys)) > 10
     tier.close()
 
 
-def test_a_buffer_that_is_not_aligned_is_our_own_mistake(
-    directory: Path, buffer: FrameBuffer
-) -> None:
+def test_an_unaligned_buffer_is_an_assertion_error(directory: Path, buffer: FrameBuffer) -> None:
     tier = open_disk(directory)
     if not tier.stats()["direct_io"]:
         pytest.skip("buffered I/O takes any address")
     key, header, payload = buffer.fill(key_of(1), 5000)
-    odd = aligned_buffer(4 * PAGE)[512 : 512 + 2 * PAGE]
+    odd = aligned_buffer(4 * SECTOR_BYTES)[512 : 512 + 2 * SECTOR_BYTES]
     with pytest.raises(AssertionError):
         tier.write(key, header, odd)
     tier.write(key, header, payload)
@@ -431,7 +431,7 @@ def test_a_buffer_that_is_not_aligned_is_our_own_mistake(
 
 
 def test_close_waits_for_a_write_that_makes_a_segment(directory: Path, buffer: FrameBuffer) -> None:
-    """Else it would write into a descriptor that somebody else has by then."""
+    """Otherwise it would write to a descriptor number that was reused."""
 
     class Slow(Files):
         making, go_on = threading.Event(), threading.Event()
@@ -457,5 +457,5 @@ def test_close_waits_for_a_write_that_makes_a_segment(directory: Path, buffer: F
     with pytest.raises(TierError, match="closed"):
         tier.flush()
     tier = open_disk(directory)
-    assert held(tier, FrameBuffer(MIB), [key_of(1)]) == [key_of(1)]
+    assert readable_keys(tier, FrameBuffer(MIB), [key_of(1)]) == [key_of(1)]
     tier.close()

@@ -1,4 +1,4 @@
-"""A disk without room, for real: small file systems in memory, mounted for one test each."""
+"""A full disk: each test mounts a small tmpfs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[MountSmall]:
-    """Mounts a file system of so many bytes; skips where that is not allowed."""
+    """Mounts a file system of this size; skips the test without the permission."""
     mounted: list[Path] = []
 
     def make(nbytes: int) -> Path:
@@ -39,7 +39,7 @@ def small(tmp_path: Path) -> Iterator[MountSmall]:
 
 
 def serve(folder: Path, capacity: str) -> subprocess.CompletedProcess[str]:
-    """`kvstore serve` over a disk tier in `folder`, which it must refuse."""
+    """Run `kvstore serve` with a disk tier in `folder`; it must fail."""
     flags = ["--socket", str(folder.parent / "s.sock"), "--port", "0", "--l2", "4MiB"]
     disk = ["--slot-bytes", "64KiB", "--disk", str(folder / "d"), "--disk-capacity", capacity]
     return subprocess.run(
@@ -51,7 +51,7 @@ def serve(folder: Path, capacity: str) -> subprocess.CompletedProcess[str]:
 
 
 def fill(folder: Path) -> None:
-    """Leave not one byte of room."""
+    """Fill the file system completely."""
     with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(64 * KIB))
@@ -79,7 +79,7 @@ def test_a_disk_with_no_room_for_a_segment_is_one_line(small: MountSmall) -> Non
 
 
 def test_a_full_disk_costs_no_version(small: MountSmall) -> None:
-    """What an earlier process wrote is still ours after a start that found no room."""
+    """Blocks of an earlier process are kept after a start on a full disk."""
     folder = small(4 * MIB)
     config = Config(directory=str(folder / "d"), capacity=2 * MIB)
     open(config).close()

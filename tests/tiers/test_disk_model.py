@@ -1,4 +1,4 @@
-"""The striped disk tier against a plain model: directories come, go, fail and are killed."""
+"""A disk tier with several directories against a model: they are added, removed and fail, and the process is killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBER = st.integers(0, 9)
 
 
 class NoSync(FaultyFiles):
-    """What stable storage does is another test's subject; here it would only take time."""
+    """Other tests cover stable storage. Here it would only take time."""
 
     def sync(self, fd: int) -> None:
         self._fail("sync", fd)
@@ -33,7 +33,7 @@ class NoSync(FaultyFiles):
 
 
 class StripedTier(RuleBasedStateMachine):
-    """`alive`: written and not deleted. `maybe`: deleted where it could not be made sure."""
+    """`alive`: written and not deleted. `maybe`: the delete may not be on disk."""
 
     @initialize()
     def begin(self) -> None:
@@ -64,7 +64,7 @@ class StripedTier(RuleBasedStateMachine):
             try:
                 self.tier.write(key, header, payload)
             except TierUnavailable:
-                assert self.present == [self.broken], "a disk that works was not used"
+                assert self.present == [self.broken], "a working directory is not used"
             else:
                 self.alive.add(number)
                 assert self.tier.contains([key]) == [True] or self.broken
@@ -90,7 +90,7 @@ class StripedTier(RuleBasedStateMachine):
 
     @rule(order=st.permutations(range(DIRECTORIES)))
     def kill(self, order: list[int]) -> None:
-        """Go on with what the files are at this moment."""
+        """Continue with the files as they are now, as after a kill."""
         self.copies += 1
         for place in self.used:
             shutil.copytree(place, self.root / f"copy {self.copies}" / place.name)
@@ -119,7 +119,7 @@ class StripedTier(RuleBasedStateMachine):
             self.alive.clear()
 
     def whole(self) -> bool:
-        """Whether every directory ever used is there and works."""
+        """Whether every directory used so far is present and works."""
         return self.broken is None and self.used <= set(self.present)
 
     @invariant()
@@ -135,9 +135,9 @@ class StripedTier(RuleBasedStateMachine):
             if length:
                 assert self.buffer.version_of(key, length) == 0
             else:
-                assert self.broken is not None, "named, and not there"
+                assert self.broken is not None, "listed, but not readable"
         numbers = {keys[key] for key in named}
-        assert numbers <= self.alive | self.maybe, "a deleted block is back"
+        assert numbers <= self.alive | self.maybe, "a deleted block reappeared"
         if self.whole():
             assert self.alive <= numbers, "an acknowledged block is lost"
         assert len(list(self.tier.keys())) >= len(numbers)

@@ -1,4 +1,4 @@
-"""Opening after a kill: by checkpoint and tail, and never by a checkpoint that says too much."""
+"""Opening after a kill: from a checkpoint and a scan, never from an outdated checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from disk_rig import MIB, PAGE, flip, held, left_by_a_kill, put, segment_files
+from disk_rig import MIB, SECTOR_BYTES, flip, left_by_a_kill, put, readable_keys, segment_files
 
 from kvstore.blocks.key import Key
 from kvstore.testing.frames import FrameBuffer, key_of
@@ -19,7 +19,7 @@ EVERY = MIB
 
 
 class Counting(Files):
-    """How many bytes are read."""
+    """Counts the bytes read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ def killed(tier: DiskTier, directory: Path, copy: Path) -> Path:
 
 
 def opened(directory: Path, buffer: FrameBuffer, keys: list[Key]) -> tuple[list[Key], int]:
-    """Which keys are there after opening, and the bytes that opening read."""
+    """The keys after opening, and the number of bytes that opening read."""
     files = Counting()
     tier = open_saving(directory, files)
     read_bytes = files.read_bytes
     assert tier.stats()["torn"] == 0
-    there = held(tier, buffer, keys)
+    there = readable_keys(tier, buffer, keys)
     assert len(list(tier.keys())) == len(there)
     tier.close()
     return there, read_bytes
@@ -73,8 +73,8 @@ def test_only_the_tail_is_read(directory: Path, tmp_path: Path, buffer: FrameBuf
     copy = killed(tier, directory, tmp_path / "copy")
     there, read_bytes = opened(copy, buffer, keys)
     assert there == keys
-    # The space behind the last frame is read too: nothing says that it is empty.
-    assert read_bytes < SEGMENT - 150 * 6 * PAGE + MIB
+    # The scan also reads the space after the last frame.
+    assert read_bytes < SEGMENT - 150 * 6 * SECTOR_BYTES + MIB
 
 
 def test_without_enough_frames_there_is_none(
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_costs_a_scan_and_no_block(
     copy = killed(tier, directory, tmp_path / "copy")
     (segment,) = segment_files(copy)
     stored = segment.read_bytes()
-    flip(segment, stored.rindex(keys[50].hash) if at == "body" else SEGMENT - PAGE + 20)
+    flip(segment, stored.rindex(keys[50].hash) if at == "body" else SEGMENT - SECTOR_BYTES + 20)
     there, read_bytes = opened(copy, buffer, keys)
     assert there == keys
     assert read_bytes > SEGMENT - MIB
@@ -122,13 +122,13 @@ def test_what_is_deleted_after_a_checkpoint_stays_deleted(
     again = killed(tier, copy, tmp_path / "again")
     there, read_bytes = opened(again, buffer, keys + more)
     assert there == keys[:10] + keys[20:] + more
-    assert read_bytes < SEGMENT - 100 * 6 * PAGE, "the next checkpoint counts again"
+    assert read_bytes < SEGMENT - 100 * 6 * SECTOR_BYTES, "a later checkpoint is valid again"
 
 
 def test_a_frame_that_is_being_written_is_not_passed_over(
     directory: Path, tmp_path: Path, buffer: FrameBuffer
 ) -> None:
-    """It lies before frames that a checkpoint could name, and ends after it."""
+    """A write that starts before a checkpoint and ends after it."""
 
     class Slow(Files):
         writing, go_on = threading.Event(), threading.Event()
@@ -156,7 +156,7 @@ def test_a_frame_that_is_being_written_is_not_passed_over(
     copy = killed(tier, directory, tmp_path / "copy")
     there, read_bytes = opened(copy, buffer, [*keys, key_of(1000)])
     assert there == [*keys, key_of(1000)]
-    assert read_bytes < SEGMENT - 50 * 6 * PAGE, "there was a checkpoint"
+    assert read_bytes < SEGMENT - 50 * 6 * SECTOR_BYTES, "a checkpoint exists"
 
 
 def test_sealing_and_appending_go_on_over_checkpoints(
@@ -169,7 +169,7 @@ def test_sealing_and_appending_go_on_over_checkpoints(
             first = turn * 60 + part * 20
             keys += put(tier, buffer, range(first, first + 20))
             tier.flush()
-        assert held(tier, buffer, keys) == keys
+        assert readable_keys(tier, buffer, keys) == keys
         copy = killed(tier, directory, tmp_path / f"copy {turn}")
         assert opened(copy, buffer, keys)[0] == keys
     assert len(segment_files(directory)) == 3

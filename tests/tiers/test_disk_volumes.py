@@ -1,4 +1,4 @@
-"""Several directories under one disk tier: spread, exact, and each one's faults its own."""
+"""A disk tier with several directories: spread, capacity, and isolated failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disk_rig import MIB, FaultyFiles, file_bytes, held, open_disk, put, segment_files
+from disk_rig import MIB, FaultyFiles, file_bytes, open_disk, put, readable_keys, segment_files
 
 from kvstore.blocks.key import Key
 from kvstore.config.settings import TierSettings
@@ -28,7 +28,7 @@ from kvstore.tiers.disk.verify import verify
 from kvstore.tiers.disk.volumes import DOWN_S, MAX_CONSECUTIVE_FAILURES, MAX_DIRECTORIES, Volumes
 
 
-def open_stripes(directories: Sequence[Path], files: Files | None = None, **changed: Any) -> Tier:
+def open_volumes(directories: Sequence[Path], files: Files | None = None, **changed: Any) -> Tier:
     values: dict[str, Any] = {"capacity": 4 * MIB * len(directories), **changed}
     places = tuple(map(str, directories))
     return disk.open(disk.Config(directory=places, **values), files=files)
@@ -43,14 +43,14 @@ class TestStripedDisk(TierSuite):
     small_capacity_bytes = 9 << 20
 
     def open_tier(self, tmp_path: Path, capacity_bytes: int) -> Tier:
-        return open_stripes([tmp_path / name for name in "abc"], capacity=capacity_bytes)
+        return open_volumes([tmp_path / name for name in "abc"], capacity=capacity_bytes)
 
     def stored_bytes(self, tmp_path: Path) -> bytes:
         paths = [path for name in "abc" for path in segment_files(tmp_path / name)]
         return b"".join(path.read_bytes() for path in paths)
 
     def check_racing_read(self, buffer: FrameBuffer, key: Key, length: int) -> None:
-        """The header of a frame that is being deleted may be read as zeros; nothing else."""
+        """A read during a delete may return a zero header, but no other wrong bytes."""
         try:
             assert buffer.version_of(key, length) == 0
         except FrameInvalid:
@@ -71,20 +71,20 @@ def places(tmp_path: Path) -> list[Path]:
 
 
 def test_blocks_are_spread_evenly(places: list[Path], buffer: FrameBuffer) -> None:
-    tier = open_stripes(places)
+    tier = open_volumes(places)
     keys = put(tier, buffer, range(90))
-    assert held(tier, buffer, keys) == keys
+    assert readable_keys(tier, buffer, keys) == keys
     assert (tier.workers_read, tier.workers_write) == (12, 6)
     tier.close()
     assert [blocks_in(place) for place in places] == [30, 30, 30]
-    tier = open_stripes(places[:1], sync_writes=True)
-    assert tier.workers_write == 8, "they share an fdatasync"
+    tier = open_volumes(places[:1], sync_writes=True)
+    assert tier.workers_write == 8, "writes share an fdatasync"
     tier.close()
 
 
 def test_capacity_is_exact_over_all_and_in_each(places: list[Path], buffer: FrameBuffer) -> None:
     capacity = 7 * MIB + 12345
-    tier = open_stripes(places, capacity=capacity)
+    tier = open_volumes(places, capacity=capacity)
     for number in range(600):
         put(tier, buffer, range(number, number + 1), 1 + 7919 * number % 60_000)
         each = [file_bytes(place) for place in places]
@@ -105,13 +105,13 @@ def test_sizes_and_lists_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ([one, one], "are the same"),
     ):
         with pytest.raises(ConfigError, match=message):
-            open_stripes(bad, capacity=64 * MIB)
+            open_volumes(bad, capacity=64 * MIB)
     for bad in ([], [tmp_path / str(number) for number in range(MAX_DIRECTORIES + 1)]):
         table = {"kind": "disk", "directory": bad, "capacity": "1GiB"}
         with pytest.raises(ConfigError, match=r"tiers\.0\.directory"):
             open_tier(TierSettings.model_validate(table), "tiers.0")
     with pytest.raises(ConfigError, match="each needs at least 1 MiB"):
-        open_stripes([one, tmp_path / "two"], capacity=2 * MIB - 1)
+        open_volumes([one, tmp_path / "two"], capacity=2 * MIB - 1)
     assert not one.exists()
     for directories in (1, 3, 16):
         names = tuple(map(str, range(directories)))
@@ -125,35 +125,35 @@ def test_sizes_and_lists_that_cannot_be_are_refused(tmp_path: Path) -> None:
 def test_directories_may_be_reordered_added_and_left_out(
     places: list[Path], buffer: FrameBuffer
 ) -> None:
-    tier = open_stripes(places[:2])
+    tier = open_volumes(places[:2])
     keys = put(tier, buffer, range(20))
     tier.close()
-    tier = open_stripes([places[1], places[0]])
-    assert held(tier, buffer, keys) == keys
+    tier = open_volumes([places[1], places[0]])
+    assert readable_keys(tier, buffer, keys) == keys
     tier.close()
-    tier = open_stripes([places[2], places[1], places[0]])
-    assert held(tier, buffer, keys) == keys
+    tier = open_volumes([places[2], places[1], places[0]])
+    assert readable_keys(tier, buffer, keys) == keys
     keys += put(tier, buffer, range(20, 35))
     tier.close()
     assert blocks_in(places[2]) == 5
-    tier = open_stripes(places[1:])
-    kept = held(tier, buffer, keys)
+    tier = open_volumes(places[1:])
+    kept = readable_keys(tier, buffer, keys)
     assert len(kept) == 20
     keys += put(tier, buffer, range(35, 40))
     tier.close()
     tier = open_disk(places[0], capacity=4 * MIB)
-    assert len(held(tier, buffer, keys)) == 15
+    assert len(readable_keys(tier, buffer, keys)) == 15
     tier.close()
-    tier = open_stripes(places)
-    assert held(tier, buffer, keys) == keys
+    tier = open_volumes(places)
+    assert readable_keys(tier, buffer, keys) == keys
     tier.close()
 
 
 def test_an_emptied_directory_is_not_written_to(
     places: list[Path], buffer: FrameBuffer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is the mount point of a disk that is not mounted: its blocks come back with the disk."""
-    tier = open_stripes(places)
+    """An unmounted disk: its blocks return with the disk."""
+    tier = open_volumes(places)
     keys = put(tier, buffer, range(30))
     tier.close()
     away = places[1].with_name("away")
@@ -162,9 +162,9 @@ def test_an_emptied_directory_is_not_written_to(
         if exists:
             places[1].mkdir()
         with caplog.at_level(logging.ERROR):
-            tier = open_stripes(places)
+            tier = open_volumes(places)
         assert "mount its disk" in caplog.text
-        assert len(held(tier, buffer, keys)) == 20
+        assert len(readable_keys(tier, buffer, keys)) == 20
         assert tier.stats()["directories_down"] == 1
         assert tier.stats()["directories"] == 3
         put(tier, buffer, range(100, 110))
@@ -172,73 +172,73 @@ def test_an_emptied_directory_is_not_written_to(
         assert not places[1].exists() or not list(places[1].iterdir())
     places[1].rmdir()
     away.rename(places[1])
-    tier = open_stripes(places)
-    assert held(tier, buffer, keys) == keys
+    tier = open_volumes(places)
+    assert readable_keys(tier, buffer, keys) == keys
     tier.close()
     shutil.rmtree(places[1])
     places[1].mkdir()
     (places[1] / "kvstore.lock").touch()
-    tier = open_stripes(places)
-    assert tier.stats()["directories_down"] == 0, "an operator said that it may begin anew"
+    tier = open_volumes(places)
+    assert tier.stats()["directories_down"] == 0, "the operator created a lock file to start empty"
     tier.close()
 
 
-def test_a_block_that_lies_twice_stays_deleted(places: list[Path], buffer: FrameBuffer) -> None:
-    """Written again while the directory that has it was away, then deleted."""
-    tier = open_stripes(places[:2])
+def test_a_block_with_two_copies_stays_deleted(places: list[Path], buffer: FrameBuffer) -> None:
+    """The block was written again while its directory was missing, then deleted."""
+    tier = open_volumes(places[:2])
     keys = put(tier, buffer, range(10))
     tier.close()
     away = places[0].with_name("away")
     places[0].rename(away)
-    tier = open_stripes(places[:2])
+    tier = open_volumes(places[:2])
     missing = [key for key, has in zip(keys, tier.contains(keys), strict=True) if not has]
     assert len(missing) == 5
     put(tier, buffer, range(10))
     tier.close()
     away.rename(places[0])
-    tier = open_stripes(places[:2])
+    tier = open_volumes(places[:2])
     assert len(list(tier.keys())) == 10
     tier.delete(missing)
     tier.close()
     for _ in range(2):
-        tier = open_stripes(places[:2])
+        tier = open_volumes(places[:2])
         assert tier.contains(missing) == [False] * 5
-        assert len(held(tier, buffer, keys)) == 5
+        assert len(readable_keys(tier, buffer, keys)) == 5
         tier.close()
 
 
 def test_what_was_written_anew_elsewhere_and_deleted_does_not_come_back(
     places: list[Path], buffer: FrameBuffer
 ) -> None:
-    """A disk fails and is left alone; its blocks are written again on the others, then deleted."""
+    """A disk fails and is disabled. Its blocks are written to the others, then deleted."""
     files = FaultyFiles(only=places[1])
-    tier = open_stripes(places, files)
+    tier = open_volumes(places, files)
     keys = put(tier, buffer, range(30))
     files.failing = {"read": errno.EIO}
     for key in keys:
         tier.read(key, buffer.header, buffer.payload)
     files.failing = {}
     lost = [key for key, has in zip(keys, tier.contains(keys), strict=True) if not has]
-    assert lost, "no block lay on the disk that failed"
+    assert lost, "no block was on the failing disk"
     for key in lost:
         tier.write(*buffer.fill(key, 20_000))
     tier.delete(keys[::2])
     tier.close()
-    tier = open_stripes(places)
-    assert held(tier, buffer, keys) == keys[1::2]
+    tier = open_volumes(places)
+    assert readable_keys(tier, buffer, keys) == keys[1::2]
     tier.delete(keys)
     tier.close()
-    tier = open_stripes(places)
-    assert held(tier, buffer, keys) == []
+    tier = open_volumes(places)
+    assert readable_keys(tier, buffer, keys) == []
     tier.close()
 
 
 def test_each_directory_is_locked(places: list[Path]) -> None:
-    tier = open_stripes(places[:2])
+    tier = open_volumes(places[:2])
     with pytest.raises(ConfigError, match="in use"):
         open_disk(places[1])
     with pytest.raises(ConfigError, match="in use"):
-        open_stripes([places[2], places[1]])
+        open_volumes([places[2], places[1]])
     open_disk(places[2]).close()
     tier.close()
     for place in places:
@@ -249,33 +249,33 @@ def test_a_wrong_directory_among_right_ones_is_refused(places: list[Path]) -> No
     places[1].mkdir()
     (places[1] / "thesis.tex").write_text("do not touch")
     with pytest.raises(ConfigError, match=r"thesis\.tex"):
-        open_stripes(places)
+        open_volumes(places)
     (places[1] / "thesis.tex").unlink()
     (places[1] / "kvstore.lock").write_text("kvstore disk tier, version 9\n")
     with pytest.raises(ConfigError, match="version 9"):
-        open_stripes(places)
-    open_stripes([places[0], places[2]]).close()
+        open_volumes(places)
+    open_volumes([places[0], places[2]]).close()
 
 
-# ---------------------------------------------------------------------- one that fails
+# ---------------------------------------------------------------------- a failing directory
 
 
 def test_a_disk_that_fails_takes_only_its_own_blocks_away(
     places: list[Path], buffer: FrameBuffer
 ) -> None:
     files = FaultyFiles(places[1])
-    tier = open_stripes(places, files)
+    tier = open_volumes(places, files)
     keys = put(tier, buffer, range(30))
     files.failing = {"read": errno.EIO, "write": errno.EIO, "sync": errno.EIO, "create": errno.EIO}
     for _ in range(2):
-        # None of it raises: the breaker above would take the other disks away with this one.
+        # No call raises, because the circuit breaker would disable the other disks too.
         assert len([key for key in keys if tier.read(key, buffer.header, buffer.payload)]) == 20
     assert tier.stats()["directories_down"] == 1
-    assert len(held(tier, buffer, keys)) == 20, "what is left alone is not named either"
+    assert len(readable_keys(tier, buffer, keys)) == 20, "what is left alone is not named either"
     put(tier, buffer, range(30))
-    assert held(tier, buffer, keys) == keys, "written again, to disks that work"
+    assert readable_keys(tier, buffer, keys) == keys, "written again, to disks that work"
     more = put(tier, buffer, range(100, 130))
-    assert held(tier, buffer, more) == more
+    assert readable_keys(tier, buffer, more) == more
     with pytest.raises(TierUnavailable, match="sync failed"):
         tier.flush()
     tier.close()
@@ -286,68 +286,68 @@ def test_a_disk_that_fails_takes_only_its_own_blocks_away(
 def test_a_disk_that_cannot_be_opened_takes_only_its_own_blocks_away(
     places: list[Path], buffer: FrameBuffer
 ) -> None:
-    tier = open_stripes(places)
+    tier = open_volumes(places)
     keys = put(tier, buffer, range(30))
     tier.close()
     files = FaultyFiles(places[0])
     files.failing = {"open": errno.EIO}
-    tier = open_stripes(places, files)
-    assert len(held(tier, buffer, keys)) == 20
+    tier = open_volumes(places, files)
+    assert len(readable_keys(tier, buffer, keys)) == 20
     assert tier.stats()["directories_down"] == 1
     put(tier, buffer, range(30))
     tier.close()
     files.failing = {}
-    tier = open_stripes(places, files)
-    assert held(tier, buffer, keys) == keys
+    tier = open_volumes(places, files)
+    assert readable_keys(tier, buffer, keys) == keys
     assert tier.stats()["blocks"] == 30
     tier.close()
     for place in places[1:]:
         shutil.rmtree(place)
     files.failing = {"open": errno.EIO}
     with pytest.raises(ConfigError, match="contained blocks"):
-        open_stripes(places, files)
+        open_volumes(places, files)
     files.failing = {}
     open_disk(places[0]).close()
 
 
 def test_a_disk_that_fails_is_tried_again_later(places: list[Path]) -> None:
     now_s = [100.0]
-    shared = DiskState()
+    state = DiskState()
     directories = [str(place) for place in places]
     limits = DiskLimits(4 * MIB, MIB)
-    stripes = Volumes(directories, Files(), shared, limits, name="disk", clock=lambda: now_s[0])
-    bad, good = stripes.volumes[1], stripes.volumes[0]
+    volumes = Volumes(directories, Files(), state, limits, name="disk", clock=lambda: now_s[0])
+    bad, good = volumes.volumes[1], volumes.volumes[0]
     error = OSError(errno.EIO, "broken")
     for _ in range(MAX_CONSECUTIVE_FAILURES):
-        assert stripes.is_up(bad)
-        stripes.record_failure(bad, error)
-    assert not stripes.is_up(bad)
-    assert stripes.is_up(good)
-    assert all(stripes.write_candidates()[-1] is bad for _ in range(5))
+        assert volumes.is_up(bad)
+        volumes.record_failure(bad, error)
+    assert not volumes.is_up(bad)
+    assert volumes.is_up(good)
+    assert all(volumes.write_candidates()[-1] is bad for _ in range(5))
     now_s[0] += DOWN_S
-    assert stripes.is_up(bad)
-    stripes.record_failure(bad, error)
+    assert volumes.is_up(bad)
+    volumes.record_failure(bad, error)
     now_s[0] += DOWN_S
-    assert not stripes.is_up(bad), "twice as long after a trial that failed"
+    assert not volumes.is_up(bad), "a failed retry doubles the time"
     now_s[0] += DOWN_S
-    assert stripes.is_up(bad)
-    stripes.record_success(bad)
-    assert stripes.all_up()
-    stripes.record_failure(bad, error)
-    assert stripes.is_up(bad), "all is forgiven"
+    assert volumes.is_up(bad)
+    volumes.record_success(bad)
+    assert volumes.all_up()
+    volumes.record_failure(bad, error)
+    assert volumes.is_up(bad), "a success resets the failures"
     for _ in range(100):
         now_s[0] += 1e6
-        stripes.record_failure(bad, error)
+        volumes.record_failure(bad, error)
     now_s[0] += 100
-    assert stripes.is_up(bad), "never left alone for long"
-    assert stripes.stop()
-    stripes.close()
+    assert volumes.is_up(bad), "the time is bounded"
+    assert volumes.stop()
+    volumes.close()
 
 
 def test_one_directory_alone_tells_its_faults(places: list[Path], buffer: FrameBuffer) -> None:
     """The breaker above decides then."""
     files = FaultyFiles()
-    tier = open_stripes(places[:1], files)
+    tier = open_volumes(places[:1], files)
     keys = put(tier, buffer, range(1))
     files.failing = {"read": errno.EIO}
     for _ in range(3 * MAX_CONSECUTIVE_FAILURES):
@@ -359,7 +359,7 @@ def test_one_directory_alone_tells_its_faults(places: list[Path], buffer: FrameB
 
 def test_when_every_disk_fails_it_is_said(places: list[Path], buffer: FrameBuffer) -> None:
     files = FaultyFiles()
-    tier = open_stripes(places, files)
+    tier = open_volumes(places, files)
     put(tier, buffer, range(3))
     files.failing = {"write": errno.EIO}
     for _ in range(8):
@@ -368,7 +368,7 @@ def test_when_every_disk_fails_it_is_said(places: list[Path], buffer: FrameBuffe
     assert tier.contains([key_of(100)]) == [False]
     files.failing = {}
     put(tier, buffer, range(100, 101))
-    assert held(tier, buffer, [key_of(100)])
+    assert readable_keys(tier, buffer, [key_of(100)])
     tier.close()
 
 
@@ -388,16 +388,16 @@ def test_a_full_disk_takes_less_and_the_others_the_rest(
     small: Path, tmp_path: Path, buffer: FrameBuffer
 ) -> None:
     """A real file system without room: it reclaims what it has, and goes on."""
-    tier = open_stripes([small / "d", tmp_path / "b"], capacity=16 * MIB, segment=MIB // 2)
+    tier = open_volumes([small / "d", tmp_path / "b"], capacity=16 * MIB, segment=MIB // 2)
     for number in range(0, 900, 30):
         keys = put(tier, buffer, range(number, number + 30))
-        assert held(tier, buffer, keys) == keys
+        assert readable_keys(tier, buffer, keys) == keys
     assert 1 <= len(segment_files(small / "d")) <= 3
     assert file_bytes(tmp_path / "b") > 7 * MIB
     assert tier.stats()["errors"] == 0
     tier.close()
-    tier = open_stripes([small / "d", tmp_path / "b"], capacity=16 * MIB, segment=MIB // 2)
-    assert held(tier, buffer, keys) == keys
+    tier = open_volumes([small / "d", tmp_path / "b"], capacity=16 * MIB, segment=MIB // 2)
+    assert readable_keys(tier, buffer, keys) == keys
     tier.close()
 
 
@@ -406,18 +406,18 @@ def test_a_disk_that_went_read_only_takes_only_its_own_blocks_away(
 ) -> None:
     """What Linux does to a file system with errors."""
     places = [small / "d", tmp_path / "b"]
-    tier = open_stripes(places, segment=MIB // 2)
+    tier = open_volumes(places, segment=MIB // 2)
     keys = put(tier, buffer, range(20))
     tier.close()
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
-    tier = open_stripes(places, segment=MIB // 2)
-    assert len(held(tier, buffer, keys)) == 10
+    tier = open_volumes(places, segment=MIB // 2)
+    assert len(readable_keys(tier, buffer, keys)) == 10
     more = put(tier, buffer, range(100, 110))
-    assert held(tier, buffer, more) == more
+    assert readable_keys(tier, buffer, more) == more
     tier.close()
     with pytest.raises(ConfigError, match="Read-only"):
         open_disk(places[0])
     subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True)
-    tier = open_stripes(places, segment=MIB // 2)
-    assert held(tier, buffer, keys + more) == keys + more
+    tier = open_volumes(places, segment=MIB // 2)
+    assert readable_keys(tier, buffer, keys + more) == keys + more
     tier.close()

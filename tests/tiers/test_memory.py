@@ -1,4 +1,4 @@
-"""The dull twin passes what every tier must."""
+"""The in-memory reference implementation passes the common tier tests."""
 
 from __future__ import annotations
 

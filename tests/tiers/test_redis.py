@@ -1,4 +1,4 @@
-"""The Redis tier on real servers: what every tier must do; names; expiry; what is not ours."""
+"""The Redis tier on real servers: the common tier tests, key names, expiry and foreign values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvstore.tiers.redis.tier import RedisTier
 
 
 class RedisSuite(TierSuite):
-    """On a server that runs for all the tests of a class; each test finds it empty."""
+    """Runs on one server for all tests of a class. Each test starts with an empty server."""
 
     persistent = True
     limited = False
@@ -53,7 +53,7 @@ class RedisSuite(TierSuite):
         return redis_tier.open(redis_tier.Config(**self.options(), timeout=20_000))
 
     def settled_stats(self, tier: Tier) -> dict[str, int | float | str]:
-        """Statistics that tell of what was written: a busy server's first answer may be late."""
+        """Statistics after the writes: the first reply of a busy server may be outdated."""
         wait_until(lambda: tier.stats()["servers"], "an answer to INFO")
         return tier.stats()
 
@@ -79,7 +79,7 @@ class TestRedisUnixSocket(RedisSuite):
 
 
 class TestRedisTls(RedisSuite):
-    """Valkey's wheel has no TLS of its own, so something in front of it ends it."""
+    """Valkey's wheel has no TLS, so a proxy in front of it terminates TLS."""
 
     racers = 2
     tls: ClassVar[dict[str, str]]
@@ -119,7 +119,7 @@ def client(server: Server) -> Iterator[Any]:
 
 @pytest.fixture
 def open_(server: Server) -> Iterator[Callable[..., RedisTier]]:
-    """Open a tier of the server; closed at the end."""
+    """Open a tier of the server. The fixture closes it."""
     with contextlib.ExitStack() as closing:
 
         def open_tier(**options: Any) -> RedisTier:
@@ -189,8 +189,8 @@ def test_a_block_expires_and_what_is_read_lives_on(
     tier.write(*buffer.fill(written, 5000))
     tier.contains([left])
     assert client.pttl(name_of(read)) > 60_000
-    assert client.pttl(name_of(written)) > 60_000, "a block that is saved again is in use"
-    assert client.pttl(name_of(left)) <= 60_000, "asking for it is no use of it"
+    assert client.pttl(name_of(written)) > 60_000, "a second save renews the TTL"
+    assert client.pttl(name_of(left)) <= 60_000, "contains does not renew the TTL"
     client.pexpire(name_of(left), 1)
     wait_until(lambda: tier.contains([left]) == [False], "expiry")
     assert tier.read(left, buffer.header, buffer.payload) == 0
@@ -203,7 +203,7 @@ def test_without_ttl_a_block_stays(open_: Any, client: Any, buffer: FrameBuffer)
     assert client.pttl(name_of(key_of(1))) == -1
 
 
-# ---------------------------------------------------------------------- not ours
+# ---------------------------------------------------------------------- foreign values
 
 FOREIGN: dict[str, Callable[[Any, str], object]] = {
     "a list": lambda client, name: client.rpush(name, b"x"),
@@ -216,7 +216,7 @@ FOREIGN: dict[str, Callable[[Any, str], object]] = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_somebody_elses_value_is_a_miss_and_is_replaced(
+def test_a_foreign_value_is_a_miss_and_is_replaced(
     kind: str, open_: Any, client: Any, buffer: FrameBuffer
 ) -> None:
     tier, key = open_(), key_of(1)
@@ -231,7 +231,7 @@ def test_somebody_elses_value_is_a_miss_and_is_replaced(
 
 
 def test_a_whole_frame_too_large_for_the_buffer_stays(open_: Any, buffer: FrameBuffer) -> None:
-    """Also one that is too long to be thrown away: the connection goes, the next call has its."""
+    """Also a value that is too long to discard. Its connection is closed, and the next call works."""
     tier, large = open_(), FrameBuffer(2048 * KIB)
     tier.write(*large.fill(key_of(1), 2048 * KIB))
     for _ in range(3):
@@ -282,7 +282,7 @@ def test_a_long_listing_is_whole(open_: Any, client: Any, buffer: FrameBuffer) -
 def test_a_whole_run_is_asked_for_in_one_round_trip(
     server: Server, client: Any, open_: Any
 ) -> None:
-    """Counted by the server: the pieces it read."""
+    """The server counts the requests that it read."""
     tier = open_()
     run = [key_of(number) for number in range(512)]
     tier.contains(run)
@@ -291,7 +291,7 @@ def test_a_whole_run_is_asked_for_in_one_round_trip(
     after = client.info("stats")
     assert after["total_commands_processed"] - before["total_commands_processed"] == 512 + 1
     connections = after["total_connections_received"] - before["total_connections_received"]
-    assert connections == 0, "a connection is used again"
+    assert connections == 0, "connections are reused"
 
 
 def test_more_than_one_batch_is_asked_in_order(open_: Any, buffer: FrameBuffer) -> None:
@@ -337,30 +337,30 @@ def test_connections_are_kept_and_end_with_the_tier(
 
 
 def test_what_evicts_is_seen(tmp_path: Path) -> None:
-    """A server that forgets: a miss, never an error; and it says how much."""
+    """An evicted key is a miss, not an error, and the evictions are counted."""
     server = Server(tmp_path, valkey_binary(), maxmemory="6mb")
     tier = redis_tier.open(redis_tier.Config(host="127.0.0.1", port=server.port))
     buffer = FrameBuffer(256 * KIB)
     keys = [key_of(number) for number in range(60)]
     for key in keys:
         tier.write(*buffer.fill(key, 256 * KIB))
-    held = [key for key, has in zip(keys, tier.contains(keys), strict=True) if has]
-    assert 0 < len(held) < len(keys)
+    present = [key for key, has in zip(keys, tier.contains(keys), strict=True) if has]
+    assert 0 < len(present) < len(keys)
     for key in keys:
         length = tier.read(key, buffer.header, buffer.payload)
-        assert bool(length) == (key in held)
+        assert bool(length) == (key in present)
         assert not length or buffer.version_of(key, length) == 0
-    wait_until(lambda: tier.stats()["evictions"] == len(keys) - len(held), "the count")
+    wait_until(lambda: tier.stats()["evictions"] == len(keys) - len(present), "the count")
     tier.close()
     server.stop()
 
 
 def test_calls_in_flight_are_bounded(open_: Any, server: Server) -> None:
-    """Beyond that a call is refused after its timeout: it does not wait for ever."""
+    """A call that finds no connection fails after its timeout."""
     tier = open_(connections=1, timeout=300)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as present:
         for _ in range(10):
-            held.enter_context(tier._calls.exchange(tier._servers.pools()[0]))
+            present.enter_context(tier._calls.exchange(tier._servers.pools()[0]))
         began = time.monotonic()
         with pytest.raises(TierError, match="all 10 connections are in use"):
             tier.contains([key_of(1)])

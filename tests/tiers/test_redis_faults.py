@@ -1,5 +1,8 @@
-"""The Redis tier and servers that refuse, hang, lie, fill up, restart: each fault has its name,
-nothing wrong is read, no call outlasts its bounds, and the tier recovers by itself."""
+"""The Redis tier with servers that reject, hang, send wrong data, fill up or restart.
+
+Each failure has its exception, no wrong bytes are read, calls end within their bounds, and the tier
+recovers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from kvstore.tiers.redis.tier import RedisTier
 
 KIB, MIB = 1 << 10, 1 << 20
 SHORT_MS = 400
-"""Timeout of tiers whose server hangs."""
+"""Timeout of tiers in tests with a hanging server."""
 PASSWORD = "very secret indeed"
 
 
@@ -79,16 +82,18 @@ def calls_of(tier: RedisTier, buffer: FrameBuffer) -> list[Callable[[], object]]
 
 
 def good(tier: RedisTier, buffer: FrameBuffer, number: int = 1) -> bool:
-    """Whether the block is there, and right."""
+    """Whether the block reads back unchanged."""
     length = tier.read(key_of(number), buffer.header, buffer.payload)
     assert not length or buffer.version_of(key_of(number), length) == 0
     return bool(length)
 
 
-# ---------------------------------------------------------------------- away
+# ---------------------------------------------------------------------- unreachable
 
 
-def test_refused_is_unavailable_and_passes(open_: Any, server: Server, buffer: FrameBuffer) -> None:
+def test_a_refused_connection_is_unavailable_and_recovers(
+    open_: Any, server: Server, buffer: FrameBuffer
+) -> None:
     tier = open_(server)
     tier.write(*buffer.fill(key_of(1), 5000))
     server.kill()
@@ -97,7 +102,7 @@ def test_refused_is_unavailable_and_passes(open_: Any, server: Server, buffer: F
             call()
     assert float(tier.stats()["errors"]) >= 6
     server.start()
-    assert not good(tier, buffer), "restarted empty: a miss"
+    assert not good(tier, buffer), "the server restarted empty, so this is a miss"
     tier.write(*buffer.fill(key_of(1), 5000))
     assert good(tier, buffer)
 
@@ -129,21 +134,21 @@ def test_a_restart_between_two_calls_is_not_even_noticed(
 def test_a_frozen_server_is_unavailable_within_the_timeout(
     open_: Any, server: Server, buffer: FrameBuffer
 ) -> None:
-    """It accepts connections and takes requests, and says nothing."""
+    """The server accepts connections and requests, but does not reply."""
     tier = open_(server, timeout=SHORT_MS)
     tier.write(*buffer.fill(key_of(1), 200_000))
     server.freeze()
     for call in calls_of(tier, buffer):
         with pytest.raises(TierUnavailable):
             call()
-    assert tier.stats()["writes"] == 1, "statistics do not wait for it"
+    assert tier.stats()["writes"] == 1, "statistics do not wait for the server"
     server.thaw()
     wait_until(lambda: good(tier, buffer) or _written(tier, buffer), "the server's return")
     assert good(tier, buffer)
 
 
 def _written(tier: RedisTier, buffer: FrameBuffer) -> bool:
-    """What was asked of a frozen server it may still do when it wakes; here, to clear."""
+    """A frozen server may execute earlier requests when it resumes; here, a clear."""
     try:
         tier.write(*buffer.fill(key_of(1), 200_000))
     except TierUnavailable:
@@ -154,7 +159,7 @@ def _written(tier: RedisTier, buffer: FrameBuffer) -> bool:
 def test_a_late_reply_is_never_taken_for_that_of_the_next_call(
     open_: Any, server: Server, buffer: FrameBuffer
 ) -> None:
-    """The connection on which a call timed out is closed."""
+    """The connection of a call that timed out is closed."""
     tier = open_(server, timeout=SHORT_MS, connections=1)
     for number in (1, 2):
         tier.write(*buffer.fill(key_of(number), 5000))
@@ -190,7 +195,7 @@ def test_a_proxy_that_hangs_midway(open_: Any, proxy: Proxy, buffer: FrameBuffer
 
 
 def test_a_slow_server_is_waited_for(open_: Any, proxy: Proxy, buffer: FrameBuffer) -> None:
-    """As long as bytes come, and the whole takes no longer than it may."""
+    """A slow transfer succeeds if it stays within the minimum rate."""
     tier = open_(proxy)
     tier.write(*buffer.fill(key_of(1), 200_000))
     proxy.piece, proxy.pause_s = 10_000, 0.005
@@ -198,7 +203,7 @@ def test_a_slow_server_is_waited_for(open_: Any, proxy: Proxy, buffer: FrameBuff
 
 
 def test_a_trickle_is_given_up(open_: Any, proxy: Proxy, buffer: FrameBuffer) -> None:
-    """Each byte comes within the timeout; all of them would take an hour."""
+    """Each byte arrives within the timeout, but the whole value would take an hour."""
     tier = open_(proxy, timeout=SHORT_MS)
     tier.write(*buffer.fill(key_of(1), 200_000))
     proxy.piece, proxy.pause_s = 4, 0.05
@@ -209,7 +214,7 @@ def test_a_trickle_is_given_up(open_: Any, proxy: Proxy, buffer: FrameBuffer) ->
 
 
 def test_a_server_killed_while_it_answers(open_: Any, proxy: Proxy, buffer: FrameBuffer) -> None:
-    """The connection ends in the head, in the header, in the payload, before the end."""
+    """The connection ends in the first line, in the header, in the payload or before the CRLF."""
     tier = open_(proxy)
     tier.write(*buffer.fill(key_of(1), 200_000))
     whole = HEADER_BYTES + 49 * HEADER_BYTES
@@ -249,7 +254,7 @@ def test_a_garbled_reply_is_a_fault_and_costs_the_connection(
 def test_bytes_between_two_calls_cost_the_connection(
     open_: Any, proxy: Proxy, buffer: FrameBuffer
 ) -> None:
-    """A reply with one more behind it, a moment later: the second is not the next call's."""
+    """The server sends an extra reply shortly after. It is not taken for the next call's reply."""
     tier = open_(proxy, connections=1)
     tier.write(*buffer.fill(key_of(1), 5000))
     proxy.reply_with, proxy.piece, proxy.pause_s = b":0\r\n:1\r\n", 4, 0.2
@@ -261,7 +266,7 @@ def test_bytes_between_two_calls_cost_the_connection(
 
 
 def test_a_value_given_up_midway_costs_the_connection(open_: Any, proxy: Proxy) -> None:
-    """Its other bytes come later, when nothing shows yet that they will."""
+    """The remaining bytes arrive later, after the connection looks idle."""
     tier, large, small = open_(proxy, connections=1), FrameBuffer(2 * MIB), FrameBuffer(1)
     tier.write(*large.fill(key_of(1), 2 * MIB))
     proxy.piece, proxy.pause_s = SCRATCH_BYTES, 0.2
@@ -273,7 +278,7 @@ def test_a_value_given_up_midway_costs_the_connection(open_: Any, proxy: Proxy) 
 def test_corrupt_bytes_are_never_a_block(
     open_: Any, server: Server, client: Any, buffer: FrameBuffer
 ) -> None:
-    """What lies under our name is the server's; the frame says whether it is ours."""
+    """Another value under the key: the frame's checks reject it."""
     tier, rng = open_(server), random.Random(1)
     name = encode_name("kvstore", key_of(1))
     tier.write(*buffer.fill(key_of(1), 20_000))
@@ -289,7 +294,7 @@ def test_corrupt_bytes_are_never_a_block(
             buffer.version_of(key_of(1), length)
 
 
-# ---------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------- rejections
 
 
 def test_a_full_server_says_so_and_still_reads(
@@ -311,14 +316,14 @@ def test_a_full_server_says_so_and_still_reads(
 def test_a_replica_refuses_writes_and_still_reads(
     open_: Any, server: Server, client: Any, buffer: FrameBuffer
 ) -> None:
-    """With a ttl reading is a write too, where it may be."""
+    """With a TTL a read is also a write, if the server allows writes."""
     tiers = [open_(server), open_(server, ttl="1h")]
     tiers[0].write(*buffer.fill(key_of(1), 5000))
     client.replicaof("127.0.0.1", free_port())
     for tier in tiers:
         with pytest.raises(TierError, match="is a replica") as caught:
             tier.write(*buffer.fill(key_of(2), 5000))
-        assert not isinstance(caught.value, TierUnavailable), "its reads are good"
+        assert not isinstance(caught.value, TierUnavailable), "the server still answers reads"
         assert good(tier, buffer)
         assert tier.contains([key_of(1)]) == [True]
     client.config_set("replica-serve-stale-data", "no")
@@ -405,7 +410,7 @@ def test_a_password_that_nobody_asks_for(server: Server) -> None:
 
 
 def test_a_secret_in_a_servers_words_is_not_repeated(proxy: Proxy) -> None:
-    """Some say which command they did not understand, with its words."""
+    """Some servers repeat the unknown command with its arguments."""
     proxy.reply_with = b"-ERR unknown command 'AUTH', with args beginning with: '%s'\r\n" % (
         PASSWORD.encode()
     )
@@ -428,7 +433,7 @@ def test_too_many_clients_is_unavailable(
 def test_a_value_longer_than_the_server_takes_is_permanent(
     open_: Any, server: Server, client: Any
 ) -> None:
-    """It says why and closes while the value is still being sent; its reads go on."""
+    """The server replies and closes during the transfer. Reads still work."""
     tier, large = open_(server), FrameBuffer(8 * MIB)
     client.config_set("proto-max-bulk-len", MIB)
     for _ in range(3):
@@ -441,7 +446,7 @@ def test_a_value_longer_than_the_server_takes_is_permanent(
 def test_a_payload_longer_than_redis_takes_is_refused_unsent(
     open_: Any, server: Server, buffer: FrameBuffer
 ) -> None:
-    """The buffer is never touched, so it costs address space only."""
+    """The buffer is not touched, so it takes address space only."""
     tier = open_(server)
     assert tier.max_payload_bytes == (512 << 20) - HEADER_BYTES
     with pytest.raises(TierError, match="too large for a Redis value"):
@@ -452,7 +457,7 @@ def test_a_payload_longer_than_redis_takes_is_refused_unsent(
 def test_faults_in_many_threads_leave_nothing_behind(
     open_: Any, proxy: Proxy, buffer: FrameBuffer
 ) -> None:
-    """Connections cut at random under readers and writers: right bytes or a fault."""
+    """Random disconnects of readers and writers: every read is correct or fails."""
     tier = open_(proxy, timeout=5000)
     keys = [key_of(number) for number in range(20)]
     done = False

@@ -1,5 +1,5 @@
-"""Where the servers are: sentinels and a failover, a cluster and its redirects, a configuration
-that says it wrong; and two stores that share a server."""
+"""Server addresses: sentinels and failover, a cluster and its redirects, invalid configurations,
+and two stores that share a server."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def good(tier: RedisTier, buffer: FrameBuffer, key: Key) -> bool:
 
 
 def works(call: Callable[[], object]) -> bool:
-    """Whether it does by now; until then it is unavailable, or refused by a demoted master."""
+    """Whether the call succeeds. Before that the server is unavailable or a demoted master."""
     try:
         call()
     except TierError:
@@ -75,8 +75,8 @@ def works(call: Callable[[], object]) -> bool:
 
 
 def test_a_failover_is_followed(open_: Any, tmp_path: Path, buffer: FrameBuffer) -> None:
-    """The master dies; the sentinel promotes its replica; blocks are there, and new ones go there.
-    The dead sentinel that is asked first costs nothing but a refusal."""
+    """The master dies, and the sentinel promotes its replica. Old blocks are readable, and new ones
+    are written. The first sentinel in the list is dead, which costs one refused connection."""
     binary = valkey_binary()
     master = Server(tmp_path / "master", binary)
     replica = Server(
@@ -108,7 +108,7 @@ def test_a_failover_is_followed(open_: Any, tmp_path: Path, buffer: FrameBuffer)
         assert good(tier, buffer, key_of(1))
         assert second.info()["role"] == "master"
         assert second.exists(encode_name("kvstore", key_of(2)))
-        # The old master comes back, and does not know yet that it is none: nobody asks it.
+        # The old master returns without knowing that it was demoted. The tier does not use it.
         master.thaw()
         with tier._calls.exchange(pool):
             tier.write(*buffer.fill(key_of(3), 5000))
@@ -117,7 +117,7 @@ def test_a_failover_is_followed(open_: Any, tmp_path: Path, buffer: FrameBuffer)
 
 
 def test_a_master_demoted_by_hand_is_left(open_: Any, tmp_path: Path, buffer: FrameBuffer) -> None:
-    """Its READONLY means that the sentinels know another by now."""
+    """READONLY means that the sentinels have another master now."""
     binary = valkey_binary()
     master = Server(tmp_path / "master", binary)
     other = Server(tmp_path / "other", binary)
@@ -170,7 +170,7 @@ def test_a_cluster_spreads_one_run_and_answers_in_order(
         tier.write(*buffer.fill(key, 5000))
     for node in cluster.nodes:
         with contextlib.closing(node.client()) as client:
-            assert client.dbsize() > 0, "names of one tenant are spread"
+            assert client.dbsize() > 0, "keys of one tenant are spread over the nodes"
     assert tier.contains(keys) == [True, False] * 20
     assert all(good(tier, buffer, key) for key in keys[::2])
     assert {key for key, _ in tier.usage()} == set(keys[::2])
@@ -185,7 +185,7 @@ def test_a_cluster_spreads_one_run_and_answers_in_order(
 
 
 def test_a_slot_that_moves_is_followed(open_: Any, cluster: Cluster, buffer: FrameBuffer) -> None:
-    """ASK while it moves, MOVED once it has, on every verb."""
+    """ASK during the migration of a slot and MOVED after it, for every operation."""
     tier = open_(cluster=cluster.addresses, ttl="1h")
     moving, staying, name = key_of(1), key_of(2), encode_name("kvstore", key_of(1))
     slot = redis.crc.key_slot(name)
@@ -221,7 +221,7 @@ def test_a_slot_that_moves_is_followed(open_: Any, cluster: Cluster, buffer: Fra
         redirects = float(tier.stats()["redirects"])
         tier.write(*buffer.fill(moving, 6000))
         assert good(tier, buffer, moving)
-        assert tier.stats()["redirects"] == redirects, "the new owner is known by now"
+        assert tier.stats()["redirects"] == redirects, "the slot map has the new node"
         tier.delete([moving])
         for client in (old, new):
             setslot(client, "NODE", source_id)
@@ -252,8 +252,8 @@ def test_a_value_read_on_its_way_between_nodes_is_checked_too(
 
 
 def test_a_node_that_dies_and_returns(open_: Any, tmp_path: Path, buffer: FrameBuffer) -> None:
-    """While it is away its blocks are misses and the others are there, where the cluster serves in
-    part; what is written to it fails, and it is used again once it is back."""
+    """Blocks of a missing node are misses, and writes to it fail. Other blocks are readable if the
+    cluster serves partial coverage. The node is used again after its return."""
     cluster = Cluster.start(tmp_path, valkey_binary())
     with contextlib.ExitStack() as stopping:
         stopping.callback(cluster.stop)
@@ -283,7 +283,7 @@ def test_a_node_that_dies_and_returns(open_: Any, tmp_path: Path, buffer: FrameB
 def test_a_node_that_hangs_costs_only_its_own_blocks(
     open_: Any, tmp_path: Path, buffer: FrameBuffer
 ) -> None:
-    """Whether its keys come first or last, on the connection from before and on none."""
+    """With its keys first or last, with an idle connection and without one."""
     cluster = Cluster.start(tmp_path, valkey_binary())
     with contextlib.ExitStack() as stopping:
         stopping.callback(cluster.stop)
@@ -313,7 +313,7 @@ def test_a_node_that_hangs_costs_only_its_own_blocks(
 def test_a_cluster_that_is_down_is_unavailable_until_it_is_up(
     open_: Any, tmp_path: Path, buffer: FrameBuffer
 ) -> None:
-    """Opened before any node runs; then whole; then with slots that nobody has: CLUSTERDOWN."""
+    """Opened before any node runs, then complete, then with unassigned slots: CLUSTERDOWN."""
     cluster = Cluster.start(tmp_path, valkey_binary())
     with contextlib.ExitStack() as stopping:
         stopping.callback(cluster.stop)
@@ -440,7 +440,7 @@ def test_an_untrusted_certificate_is_refused(tmp_path: Path, open_: Any) -> None
     server.stop()
 
 
-def test_unwise_memory_is_said_at_the_start(
+def test_risky_memory_settings_are_logged_at_start(
     open_: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server(tmp_path, valkey_binary())

@@ -1,4 +1,4 @@
-"""The protocol of values: any stream of bytes, cut anywhere, is read right or refused."""
+"""The wire protocol: any byte stream, split anywhere, is read correctly or rejected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.tiers.redis.resp import ErrorReply, ProtocolError, Value, ValueKind
 PAYLOAD_BYTES = 3 * IO_ALIGNMENT
 
 cuts = st.lists(st.integers(1, 5000), max_size=40)
-"""Most bytes of the first receives; those that follow take what they want."""
+"""Maximum bytes of the first receives. Later receives are not limited."""
 lines = st.one_of(
     st.just(b"$-1"),
     st.integers(-(10**12), 10**12).map(lambda n: b":%d" % n),
@@ -25,11 +25,11 @@ lines = st.one_of(
 
 
 class Ended(Exception):
-    """The stream has no more bytes: a socket would wait."""
+    """The stream has no more bytes. A socket would wait."""
 
 
 class Stream:
-    """Bytes that come in pieces."""
+    """A stream that delivers bytes in parts."""
 
     def __init__(self, data: bytes, cut: Sequence[int] = ()) -> None:
         self.data = data
@@ -38,7 +38,7 @@ class Stream:
 
     def receive(self, views: list[memoryview]) -> int:
         room = sum(len(view) for view in views)
-        assert room, "nothing was asked for"
+        assert room, "no buffer to receive into"
         limit = self.cut.pop(0) if self.cut else room
         piece = self.data[self.taken : self.taken + min(limit, room)]
         if not piece:
@@ -56,7 +56,7 @@ def scratch() -> memoryview:
 
 
 def value_of(stream: Stream, payload_bytes: int = PAYLOAD_BYTES) -> tuple[Value, bytes]:
-    """What is read, and the bytes of header and payload."""
+    """The value read, and the bytes of header and payload."""
     header = memoryview(bytearray(IO_ALIGNMENT))
     payload = memoryview(bytearray(payload_bytes))
     value = resp.read_value(stream.receive, scratch(), header, payload)
@@ -194,7 +194,7 @@ def test_lines_arrive_in_order_however_they_are_cut(replies: list[bytes], cut: l
 @settings(deadline=None)
 @given(replies=st.lists(lines, min_size=2, max_size=9), cut=cuts)
 def test_lines_more_than_asked_for_are_out_of_step(replies: list[bytes], cut: list[int]) -> None:
-    """Unless they have not arrived yet: then the next user of the connection finds them."""
+    """If they have not arrived yet, the next call on the connection detects them."""
     data = b"".join(line + b"\r\n" for line in replies)
     stream = Stream(data, cut)
     asked = len(replies) - 1

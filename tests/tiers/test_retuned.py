@@ -1,4 +1,4 @@
-"""Bounds that change while what they bound is in use."""
+"""Limits that change while the tier is in use."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_rate_is_set_changed_and_taken_away() -> None:
     assert seconds_of_four_writes(10) == pytest.approx(3.0, rel=0.05)
     debt = tier._writes
     tier.set_limits(0, MIB)
-    assert tier._writes is debt, "the same rate keeps its debt"
+    assert tier._writes is debt, "an unchanged limit keeps its debt"
     tier.set_limits(0, 2 * MIB)
     assert seconds_of_four_writes(20) == pytest.approx(1.5, rel=0.05)
     tier.set_limits(5 * MIB, 0)

@@ -1,4 +1,4 @@
-"""The S3 tier when the service, the wire or the credentials fail: misses and counted faults."""
+"""The S3 tier with failures of the service, the network or the credentials."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstore.tiers.s3.tier import S3Tier
 
 BLOCK_BYTES = 100_000
 CLOSE_LIMIT_S = 20.0
-"""A tier that is not closed by then waits for a request that hangs for a minute here."""
+"""Time limit of closing a tier, while a request hangs for a minute."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def buffer() -> FrameBuffer:
 
 
 class Rig:
-    """A tier whose requests pass a proxy, with one block in it."""
+    """A tier with one block, behind a proxy."""
 
     def __init__(self, server: S3Server, proxy: FaultProxy, buffer: FrameBuffer) -> None:
         self.server = server
@@ -91,18 +91,18 @@ ERRORS: dict[str, tuple[str, str, str, type[TierError]]] = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_of_the_service(rig: Rig, name: str) -> None:
-    """Each verb raises the right fault, and it is counted; then all is as before."""
+    """Each operation raises the expected error and counts it. Afterwards the tier works again."""
     status, code, kind, error = ERRORS[name]
     rig.proxy.answer(status, code)
-    verbs: list[Callable[[], object]] = [
+    operations: list[Callable[[], object]] = [
         lambda: rig.read(rig.key),
         lambda: rig.write(key_of(2)),
         lambda: rig.tier.reconcile(),
         lambda: rig.tier.clear(),
     ]
-    for number, verb in enumerate(verbs[:3], start=1):
+    for number, operation in enumerate(operations[:3], start=1):
         with pytest.raises(error) as caught:
-            verb()
+            operation()
         assert isinstance(caught.value, TierUnavailable) == (error is TierUnavailable)
         assert rig.count(kind) == number
     assert code in str(rig.tier.stats()["last_error"])
@@ -131,15 +131,15 @@ def test_broken_connections(rig: Rig, mode: str, kinds: tuple[str, ...]) -> None
 
 @pytest.mark.parametrize("mode", ["hang", "drip"])
 def test_a_hung_or_dripping_service_is_not_waited_for(rig: Rig, mode: str) -> None:
-    """The drip makes progress all the time: only the limit on a whole request ends it."""
+    """The slow transfer always makes progress. Only the limit of the whole request ends it."""
     tier = rig.open(timeout="100ms")
     rig.proxy.strike(mode)
-    for verb in (
+    for operation in (
         lambda: tier.read(rig.key, rig.buffer.header, rig.buffer.payload),
         lambda: tier.write(*rig.buffer.fill(key_of(3), BLOCK_BYTES)),
     )[: 2 if mode == "hang" else 1]:
-        with pytest.raises(TierUnavailable, match="in time"):
-            verb()
+        with pytest.raises(TierUnavailable, match="timeout"):
+            operation()
     assert int(tier.stats()["errors_timeout"]) >= 1
     rig.proxy.strike("")
     tier.close()
@@ -149,7 +149,7 @@ def test_a_hung_or_dripping_service_is_not_waited_for(rig: Rig, mode: str) -> No
 def test_closing_waits_for_no_request_that_hangs(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A write hangs, and a round of the keeper; both would for minutes."""
+    """A write and a round of the reconciler hang for minutes."""
     tier = rig.open(timeout="300s", list_interval="50ms")
     rig.proxy.strike("hang")
     frame = FrameBuffer(BLOCK_BYTES).fill(key_of(2), BLOCK_BYTES)
@@ -197,7 +197,7 @@ def test_nobody_listens(rig: Rig) -> None:
 
 
 def test_a_large_body_that_is_refused_early(rig: Rig) -> None:
-    """The service answers before it has read the body and hangs up."""
+    """The service replies and closes before it has read the body."""
     rig.proxy.answer("503 Slow Down", "SlowDown", having=b"PUT ", mode="early")
     with pytest.raises(TierUnavailable):
         rig.write(key_of(5), 8 << 20)
@@ -221,7 +221,7 @@ def test_a_put_whose_reply_was_lost_is_made_once(rig: Rig) -> None:
 
 
 def test_an_idle_connection_that_was_closed_is_no_fault(rig: Rig) -> None:
-    """What the service does to connections that are idle for long."""
+    """The service closes idle connections."""
     rig.proxy.hang_up()
     assert rig.reads_well(rig.key)
     assert rig.tier.stats()["errors"] == 0
@@ -234,10 +234,10 @@ def test_a_service_without_conditional_put(rig: Rig) -> None:
         rig.write(key)
         assert rig.reads_well(key)
     puts = [b"If-None-Match" in head for head in rig.proxy.heads if head.startswith(b"PUT ")]
-    assert puts == [True, False, False], "it is asked for once"
+    assert puts == [True, False, False], "a conditional put is tried once"
 
 
-# -------------------------------------------------------------------- objects that are gone or bad
+# -------------------------------------------------------------------- missing and invalid objects
 
 
 def test_a_bucket_that_was_emptied_is_misses_and_is_filled_again(rig: Rig) -> None:
@@ -258,7 +258,7 @@ def test_a_bucket_that_was_emptied_is_misses_and_is_filled_again(rig: Rig) -> No
 
 
 def test_an_object_of_other_bytes_under_our_name_is_a_miss(rig: Rig) -> None:
-    """Shorter, and longer, than what was put there."""
+    """The object is shorter or longer than the original."""
     rig.write(key_of(2))
     for name in rig.server.names(rig.bucket):
         rig.server.client.put_object(Bucket=rig.bucket, Key=name, Body=b"x" * 5000)
@@ -287,9 +287,9 @@ def test_a_damaged_segment_is_ignored_and_counted(rig: Rig, damage: str) -> None
     requests = int(fresh.stats()["requests"])
     fresh.reconcile()
     assert fresh.stats()["corrupt_segments"] == 1
-    assert int(fresh.stats()["requests"]) <= requests + 3, "a bad segment is read once"
+    assert int(fresh.stats()["requests"]) <= requests + 3, "an invalid segment is read once"
     fresh.close()
-    # Whoever writes the block again finds a name that is free.
+    # A new write of the block uses another name.
     again = rig.open()
     missing = next(key for key in (rig.key, key_of(2)) if not again.contains([key])[0])
     again.write(*rig.buffer.fill(missing, BLOCK_BYTES))
@@ -311,7 +311,7 @@ def test_opening_needs_no_service_and_finds_it_later(
     assert tier.read(rig.key, rig.buffer.header, rig.buffer.payload) == 0
     assert tier.stats()["last_error"]
     lines = [record for record in caplog.records if record.name.startswith("kvstore.tiers.s3")]
-    assert len(lines) == 1, "one clear line, not one per round"
+    assert len(lines) == 1, "one line, not one per round"
     assert "\n" not in lines[0].getMessage()
     rig.proxy.strike("")
     wait_until(lambda: tier.contains([rig.key]) == [True])
@@ -321,8 +321,8 @@ def test_opening_needs_no_service_and_finds_it_later(
 @pytest.mark.parametrize(
     ("changed", "kind", "word"),
     [
-        ({"secret_key": "not-the-one"}, "credentials", "refused"),
-        ({"access_key": "nobody", "secret_key": "x"}, "credentials", "refused"),
+        ({"secret_key": "not-the-one"}, "credentials", "rejects the credentials"),
+        ({"access_key": "nobody", "secret_key": "x"}, "credentials", "rejects the credentials"),
         ({"bucket": "there-is-no-such-bucket"}, "bucket", "bucket"),
     ],
 )
@@ -378,7 +378,7 @@ def test_credentials_come_from_the_usual_chain(
 def test_encryption_is_asked_for_at_every_put(rig: Rig) -> None:
     tier = rig.open(encryption="aws:kms", kms_key="the-key")
     rig.proxy.heads.clear()
-    # SeaweedFS has no such key and may refuse; what was asked for is what counts.
+    # SeaweedFS has no such key and may reject the request. The test checks the request's headers.
     with contextlib.suppress(TierError):
         tier.write(*rig.buffer.fill(key_of(9), 5000))
     tier.close()
@@ -413,7 +413,7 @@ def test_a_service_that_is_killed_and_comes_back(buffer: FrameBuffer) -> None:
 
 
 def readable(tier: S3Tier, keys: list[Key], buffer: FrameBuffer) -> bool:
-    """Whether all are read back whole; what the service refuses just then is no."""
+    """Whether all blocks read back. A rejected request counts as no."""
     try:
         lengths = []
         for key in keys:
@@ -428,5 +428,5 @@ def readable(tier: S3Tier, keys: list[Key], buffer: FrameBuffer) -> bool:
 def wait_until(true: Callable[[], bool], limit_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + limit_s
     while not true():
-        assert time.monotonic() < deadline_s, "it never happened"
+        assert time.monotonic() < deadline_s, "the expected state was not reached"
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Parts of the S3 tier that need no service: bytes and names, the catalog, groups, faults."""
+"""Parts of the S3 tier that need no service: bytes and names, the index, groups and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvstore.tiers.s3.packer import Group, Packer
 from kvstore.tiers.s3.segment_index import Segment, SegmentIndex
 
 IDENTITY = bytes(range(16))
-PAGE = 4096
+SECTOR_BYTES = 4096
 
 
 def entries_of(keys: list[Key], pages: int = 3) -> Entries:
@@ -42,7 +42,7 @@ def entries_of(keys: list[Key], pages: int = 3) -> Entries:
 
 def footer_of(keys: list[Key]) -> tuple[bytes, int]:
     entries = entries_of(keys)
-    frames_bytes = len(keys) * 3 * PAGE
+    frames_bytes = len(keys) * 3 * SECTOR_BYTES
     footer = layout.pack_footer(entries, IDENTITY, frames_bytes)
     return footer, frames_bytes + len(footer)
 
@@ -64,14 +64,14 @@ def test_a_footer_reads_back() -> None:
 @settings(max_examples=150)
 def test_a_flipped_byte_of_a_footer_is_seen(at: int, by: int) -> None:
     footer, nbytes = footer_of([key_of(number) for number in range(5)])
-    damaged = bytearray(footer)
-    damaged[at % len(damaged)] ^= by
+    corrupt = bytearray(footer)
+    corrupt[at % len(corrupt)] ^= by
     with pytest.raises(faults.Invalid):
-        layout.parse_footer(bytes(damaged), nbytes)
+        layout.parse_footer(bytes(corrupt), nbytes)
 
 
 @given(st.binary(max_size=300))
-def test_no_bytes_are_taken_for_a_footer_or_grave(data: bytes) -> None:
+def test_no_bytes_are_taken_for_a_footer_or_tombstone(data: bytes) -> None:
     with pytest.raises(faults.Invalid):
         layout.parse_footer(data, len(data))
     with pytest.raises(faults.Invalid):
@@ -81,7 +81,7 @@ def test_no_bytes_are_taken_for_a_footer_or_grave(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("entries", "frames_pages"),
     [
-        ([(0, 3), (2, 2)], 4),  # past the frames' end by nothing, but one page short below
+        ([(0, 3), (2, 2)], 4),  # ends exactly at the end of the frames
         ([(0, 1)], 3),
         ([(0, 4)], 3),
         ([(0, 2), (0, 2)], 4),
@@ -94,11 +94,11 @@ def test_an_index_that_cannot_be_is_refused(
     index = Entries()
     for number, (page, pages) in enumerate(entries):
         index.add(key_of(number), page, pages)
-    frames_bytes = frames_pages * PAGE
+    frames_bytes = frames_pages * SECTOR_BYTES
     footer = layout.pack_footer(index, IDENTITY, frames_bytes)
     if entries == [(0, 3), (2, 2)]:
         layout.parse_footer(footer, frames_bytes + len(footer))
-        footer = layout.pack_footer(index, IDENTITY, frames_bytes - PAGE)
+        footer = layout.pack_footer(index, IDENTITY, frames_bytes - SECTOR_BYTES)
     with pytest.raises(faults.Invalid):
         layout.parse_footer(footer, frames_bytes + len(footer))
 
@@ -106,7 +106,7 @@ def test_an_index_that_cannot_be_is_refused(
 def test_a_trailer_must_fit_the_object() -> None:
     footer, nbytes = footer_of([key_of(1)])
     with pytest.raises(faults.Invalid):
-        layout.footer_bytes(footer, nbytes + PAGE)
+        layout.footer_bytes(footer, nbytes + SECTOR_BYTES)
 
 
 def test_names_follow_from_the_keys_alone() -> None:
@@ -132,35 +132,35 @@ def test_parts_of_a_key_do_not_run_together() -> None:
 
 def test_only_our_names_are_ours() -> None:
     name = layout.segment_name("p/", 16, [key_of(1)], 0)
-    grave = layout.tombstone_name(name, b"x")
+    tombstone = layout.tombstone_name(name, b"x")
     assert layout.is_tier_object(name, "p/")
-    assert layout.is_tier_object(grave, "p/")
-    assert layout.segment_of(grave) == name
+    assert layout.is_tier_object(tombstone, "p/")
+    assert layout.segment_of(tombstone) == name
     for other in (name + "x", "q" + name, "p/" + name, "p/backup.seg", name.upper(), name[:-1]):
         assert not layout.is_tier_object(other, "p/")
 
 
-def test_a_grave_reads_back_and_damage_is_seen() -> None:
-    grave = layout.pack_tombstone(IDENTITY, {7, 3, 4000})
-    assert layout.parse_tombstone(grave) == (IDENTITY, {3, 7, 4000})
-    for at in range(len(grave)):
-        damaged = bytearray(grave)
-        damaged[at] ^= 1
+def test_a_tombstone_reads_back_and_corruption_is_seen() -> None:
+    tombstone = layout.pack_tombstone(IDENTITY, {7, 3, 4000})
+    assert layout.parse_tombstone(tombstone) == (IDENTITY, {3, 7, 4000})
+    for at in range(len(tombstone)):
+        corrupt = bytearray(tombstone)
+        corrupt[at] ^= 1
         with pytest.raises(faults.Invalid):
-            layout.parse_tombstone(bytes(damaged))
+            layout.parse_tombstone(bytes(corrupt))
     with pytest.raises(faults.Invalid):
-        layout.parse_tombstone(grave[:-4])
+        layout.parse_tombstone(tombstone[:-4])
 
 
-# -------------------------------------------------------------------- the catalog
+# -------------------------------------------------------------------- the index
 
 
-class CatalogMachine(RuleBasedStateMachine):
-    """The catalog against the plain truth: which segment holds which keys alive."""
+class SegmentIndexMachine(RuleBasedStateMachine):
+    """The index against a model: the live keys of each segment."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.catalog = SegmentIndex()
+        self.index = SegmentIndex()
         self.truth: dict[str, dict[Key, int]] = {}
 
     @rule(numbers=st.sets(st.integers(0, 12), min_size=1, max_size=5), dead=st.integers(0, 31))
@@ -173,7 +173,7 @@ class CatalogMachine(RuleBasedStateMachine):
         parsed = layout.parse_footer(footer, nbytes)
         segment = Segment(name, parsed, etag="", modified_s=0.0, own=True)
         segment.deleted_sectors = {3 * n for n in range(len(keys)) if dead >> n & 1}
-        self.catalog.add_segment(segment)
+        self.index.add_segment(segment)
         self.truth[name] = {
             key: 3 * n for n, key in enumerate(keys) if 3 * n not in segment.deleted_sectors
         }
@@ -186,13 +186,13 @@ class CatalogMachine(RuleBasedStateMachine):
         alone = self.truth.pop(name)
         for others in self.truth.values():
             alone = {key: page for key, page in alone.items() if key not in others}
-        assert self.catalog.remove_segment(self.catalog.segments[name]) == len(alone)
+        assert self.index.remove_segment(self.index.segments[name]) == len(alone)
 
     @rule(number=st.integers(0, 12))
     def kill(self, number: int) -> None:
         key = key_of(number)
         holders = {name for name, keys in self.truth.items() if keys.pop(key, None) is not None}
-        assert {segment.name for segment in self.catalog.mark_deleted(key)} == holders
+        assert {segment.name for segment in self.index.mark_deleted(key)} == holders
 
     @rule(data=st.data(), dead=st.integers(1, 31))
     def bury(self, data: st.DataObject, dead: int) -> None:
@@ -200,7 +200,7 @@ class CatalogMachine(RuleBasedStateMachine):
             return
         name = data.draw(st.sampled_from(sorted(self.truth)))
         pages = {3 * n for n in range(5) if dead >> n & 1}
-        self.catalog.apply_tombstone(self.catalog.segments[name], pages)
+        self.index.apply_tombstone(self.index.segments[name], pages)
         keys = self.truth[name]
         self.truth[name] = {key: page for key, page in keys.items() if page not in pages}
 
@@ -208,46 +208,44 @@ class CatalogMachine(RuleBasedStateMachine):
     def touch(self, data: st.DataObject) -> None:
         if self.truth:
             name = data.draw(st.sampled_from(sorted(self.truth)))
-            self.catalog.touch(self.catalog.segments[name])
-            assert list(self.catalog.lru_order())[-1].name == name
+            self.index.touch(self.index.segments[name])
+            assert list(self.index.lru_order())[-1].name == name
 
     @invariant()
     def every_key_is_found_in_the_first_segment_that_holds_it(self) -> None:
-        self.catalog.check_invariants()
-        listed = dict(
-            row for each in self.catalog.mru_order() for row in self.catalog.blocks_of(each)
-        )
+        self.index.check_invariants()
+        listed = dict(row for each in self.index.mru_order() for row in self.index.blocks_of(each))
         for number in range(13):
             key = key_of(number)
             holders = [name for name, keys in self.truth.items() if key in keys]
-            found = self.catalog.find(key)
+            found = self.index.find(key)
             if not holders:
                 assert found is None
                 assert key not in listed
                 continue
             assert found is not None
             assert (found[0].name, found[1]) == (min(holders), self.truth[min(holders)][key])
-            assert listed[key] == 3 * PAGE
+            assert listed[key] == 3 * SECTOR_BYTES
 
 
-TestCatalog = CatalogMachine.TestCase
-TestCatalog.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestSegmentIndex = SegmentIndexMachine.TestCase
+TestSegmentIndex.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
 # -------------------------------------------------------------------- groups
 
 
 class Uploads:
-    """Stands where the upload is: notes groups, and lets them end when told."""
+    """Replaces the upload: records groups, and ends them when the test says so."""
 
-    def __init__(self, *, held: bool = False) -> None:
+    def __init__(self, *, blocked: bool = False) -> None:
         self.groups: list[Group] = []
         self.running = 0
         self.most_running = 0
         self.error: BaseException | None = None
         self._lock = threading.Lock()
         self._go = threading.Event()
-        if not held:
+        if not blocked:
             self._go.set()
 
     def __call__(self, group: Group) -> None:
@@ -271,10 +269,10 @@ def packer_of(upload: Uploads, **changed: float) -> Packer:
 
 
 def write_all(packer: Packer, count: int, pages: int = 1) -> list[BaseException | None]:
-    buffers = [FrameBuffer(pages * PAGE) for _ in range(count)]
+    buffers = [FrameBuffer(pages * SECTOR_BYTES) for _ in range(count)]
 
     def write(number: int) -> BaseException | None:
-        frame = buffers[number].fill(key_of(number), pages * PAGE)
+        frame = buffers[number].fill(key_of(number), pages * SECTOR_BYTES)
         try:
             packer.write(*frame)
         except TierError as error:
@@ -286,8 +284,8 @@ def write_all(packer: Packer, count: int, pages: int = 1) -> list[BaseException 
 
 
 def test_all_writers_share_one_upload_and_nobody_waits_for_more() -> None:
-    """The linger is 20 s and the pool has no other writer: were it waited for, the test's time
-    limit would say so."""
+    """The linger is 20 s and there is no other writer. A wait for it would exceed the test's time
+    limit."""
     uploads = Uploads()
     packer = packer_of(uploads, linger_s=1000.0)
     assert write_all(packer, 8) == [None] * 8
@@ -303,30 +301,30 @@ def test_a_lone_writer_goes_after_the_linger() -> None:
 
 def test_a_full_group_goes_without_lingering() -> None:
     uploads = Uploads()
-    packer = packer_of(uploads, writers=100, group_bytes=4 * PAGE, linger_s=1000.0)
+    packer = packer_of(uploads, writers=100, group_bytes=4 * SECTOR_BYTES, linger_s=1000.0)
     assert write_all(packer, 8) == [None] * 8
     assert [len(group.keys) for group in uploads.groups] == [2] * 4
-    assert all(group.nbytes == 4 * PAGE for group in uploads.groups)
+    assert all(group.nbytes == 4 * SECTOR_BYTES for group in uploads.groups)
 
 
 def test_a_frame_larger_than_a_group_goes_alone() -> None:
     uploads = Uploads()
-    packer = packer_of(uploads, writers=100, group_bytes=4 * PAGE, linger_s=1000.0)
+    packer = packer_of(uploads, writers=100, group_bytes=4 * SECTOR_BYTES, linger_s=1000.0)
     assert write_all(packer, 3, pages=9) == [None] * 3
     assert [len(group.keys) for group in uploads.groups] == [1] * 3
 
 
 def test_nothing_is_copied() -> None:
     uploads = Uploads()
-    buffer = FrameBuffer(PAGE)
-    packer_of(uploads, linger_s=0.0).write(*buffer.fill(key_of(1), PAGE))
+    buffer = FrameBuffer(SECTOR_BYTES)
+    packer_of(uploads, linger_s=0.0).write(*buffer.fill(key_of(1), SECTOR_BYTES))
     header, payload = uploads.groups[0].views
     assert header.obj is buffer.header.obj
     assert payload.obj is buffer.payload.obj
 
 
 def test_no_more_uploads_run_than_allowed_and_those_who_wait_are_joined() -> None:
-    uploads = Uploads(held=True)
+    uploads = Uploads(blocked=True)
     packer = packer_of(uploads, writers=100, linger_s=0.0, uploads=1)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(write_all, packer, 1)
@@ -353,7 +351,7 @@ def test_a_failed_upload_fails_every_writer_with_an_error_of_its_own(error: Tier
     assert len(set(map(id, found))) == 4
 
 
-# -------------------------------------------------------------------- several requests at once
+# -------------------------------------------------------------------- concurrent requests
 
 
 def test_several_at_once_answer_in_order_and_one_fault_ends_them() -> None:
@@ -374,9 +372,9 @@ def test_several_at_once_answer_in_order_and_one_fault_ends_them() -> None:
     with pytest.raises(TierUnavailable):
         list(found)
     before = len(asked)
-    assert before < 10_000, "the rest was not given up"
+    assert before < 10_000, "the remaining items were not cancelled"
     time.sleep(0.05)
-    assert len(asked) == before, "something goes on"
+    assert len(asked) == before, "a thread is still working"
 
 
 def test_requests_that_hang_keep_no_process_from_ending() -> None:
@@ -404,7 +402,7 @@ print("ends", flush=True)
     assert (done.returncode, done.stdout) == (0, b"ends\n")
 
 
-# -------------------------------------------------------------------- faults
+# -------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -443,7 +441,7 @@ def test_a_redirect_says_where_the_bucket_is() -> None:
     assert "eu-central-1" in str(fault)
 
 
-def test_a_conditional_put_that_lost_is_no_fault() -> None:
+def test_a_failed_conditional_put_is_not_an_error() -> None:
     assert isinstance(faults.from_reply(412, b"", {}, "PUT x"), faults.Exists)
 
 
@@ -457,7 +455,7 @@ def test_a_conditional_put_that_lost_is_no_fault() -> None:
         ({"prefix": "a b/"}, "prefix"),
         ({"encryption": "AES-256"}, "AES256"),
         ({"kms_key": "k"}, "aws:kms"),
-        ({"access_key": "AKIAONLY"}, "together"),
+        ({"access_key": "AKIAONLY"}, "set both access_key and secret_key"),
         ({"endpoint": "localhost:1"}, "http://"),
         ({"shards": 0}, "shards"),
         ({"capacity": 5}, "capacity"),

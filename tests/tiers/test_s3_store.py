@@ -1,4 +1,4 @@
-"""A store over S3, end to end: what one process saves another loads, byte for byte."""
+"""A store with an S3 tier: one process loads the blocks that another one saved."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_store(table: dict[str, Any], config: str) -> Store:
 
 
 def save_blocks(table: dict[str, Any], config: str) -> None:
-    """What the first process does."""
+    """The program of the first process."""
     with open_store(table, config) as store, store.session(SPACE) as session:
         save(session, hashes(BLOCKS))
         assert store.flush(FLUSH_LIMIT_S)
@@ -37,7 +37,7 @@ def save_blocks(table: dict[str, Any], config: str) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    """A patient one: the machine that tests may be slow, and a late tier is left alone."""
+    """Long timeouts, because a slow test machine would open the circuit breaker."""
     path = tmp_path / "kvstore.toml"
     path.write_text('[limits]\ntier_timeout = "60s"\nbreaker_reset = "100ms"\n')
     return str(path)

@@ -1,4 +1,4 @@
-"""Quotas: nobody has more than its share, of L2 or of a tier; room is made at its own cost."""
+"""Tenant quotas of L2 and of tiers: a tenant over its quota loses its own blocks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_what_the_tier_evicted_itself_makes_room_first(buffer: FrameBuffer) -> N
     for number in range(3):
         tier.write(*buffer.fill(key("a", number), 8192))
     for number in range(4):
-        tier.write(*buffer.fill(key("b", number), 8192))  # pushes out all of a's
+        tier.write(*buffer.fill(key("b", number), 8192))  # evicts all blocks of tenant a
     for number in range(3, 6):
         tier.write(*buffer.fill(key("a", number), 8192))
     assert all(tier.contains(keys_of("a", range(3, 6))))
@@ -101,7 +101,7 @@ def test_what_the_tier_evicted_itself_makes_room_first(buffer: FrameBuffer) -> N
 
 
 def test_a_tier_that_says_no_for_a_while_loses_nothing(buffer: FrameBuffer) -> None:
-    """A breaker, or a disk that is left alone, answers of every block that it is not there."""
+    """An open circuit breaker or a disabled disk reports every block as absent."""
 
     class Shy(MemoryTier):
         silent = False
@@ -158,7 +158,7 @@ def test_a_write_that_hangs_keeps_no_other_tenant_and_no_other_writer(buffer: Fr
     faulty = FaultyTier(MemoryTier())
     tier = TenantQuotas(faulty, {"*": 4 * FRAME})
     stuck = key("a", 0)
-    faulty.schedule = lambda verb, keys: Fault.HUNG if stuck in keys else None
+    faulty.schedule = lambda operation, keys: Fault.HUNG if stuck in keys else None
     mine = FrameBuffer(8192)
     thread = threading.Thread(target=tier.write, args=mine.fill(stuck, 8192), daemon=True)
     thread.start()
@@ -173,7 +173,7 @@ def test_a_write_that_hangs_keeps_no_other_tenant_and_no_other_writer(buffer: Fr
 
 
 def test_a_tier_that_is_down_forgets_no_account(buffer: FrameBuffer) -> None:
-    """A breaker says of every block that it is not there; that is no news of what is used."""
+    """An open circuit breaker reports every block as absent. This does not change the usage."""
     faulty = FaultyTier(MemoryTier())
     tier = TenantQuotas(CircuitBreaker(faulty, failures=1, reset_s=0.0), {"a": 2 * FRAME})
     for number in range(2):
@@ -208,7 +208,7 @@ def test_a_tier_that_must_be_asked_is_listed_behind_the_scenes(buffer: FrameBuff
 
 def test_writers_of_one_tenant_do_not_share_a_room(buffer: FrameBuffer) -> None:
     class Watched(MemoryTier):
-        """Sees what a tenant has at most."""
+        """Records the maximum bytes of a tenant."""
 
         most = 0
 
@@ -229,7 +229,7 @@ def test_writers_of_one_tenant_do_not_share_a_room(buffer: FrameBuffer) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert inner.most <= (3 + 4) * FRAME, "more than what its writers have in their hands"
+    assert inner.most <= (3 + 4) * FRAME, "more than the writes in progress"
     assert sum(nbytes for _, nbytes in inner.usage()) == 3 * FRAME
 
 
@@ -242,27 +242,29 @@ steps = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(steps)
 def test_against_a_plain_model(program: list[tuple[str, str, int, int]]) -> None:
-    """Only tenant a has a quota, of so many bytes; blocks are of one to three pages."""
+    """Only tenant a has a quota. Blocks have one to three sectors."""
     quota = 9 * IO_ALIGNMENT
     tier = TenantQuotas(MemoryTier(), {"a": quota})
     model: dict[str, OrderedDict[Key, int]] = {"a": OrderedDict(), "b": OrderedDict()}
     mine = FrameBuffer(3 * IO_ALIGNMENT)
-    for verb, tenant, number, pages in program:
-        held, name = model[tenant], key(tenant, number)
-        if verb == "w":
-            nbytes = held.get(name, (1 + pages) * IO_ALIGNMENT)  # an existing key keeps its block
+    for operation, tenant, number, pages in program:
+        cached, name = model[tenant], key(tenant, number)
+        if operation == "w":
+            nbytes = cached.get(
+                name, (1 + pages) * IO_ALIGNMENT
+            )  # writing an existing key changes nothing
             tier.write(*mine.fill(name, nbytes - IO_ALIGNMENT))
-            held.pop(name, 0)
-            while tenant == "a" and sum(held.values()) + nbytes > quota:
-                held.popitem(last=False)
-            held[name] = nbytes
-        elif verb == "r":
-            assert bool(tier.read(name, mine.header, mine.payload)) == (name in held)
-            if name in held:
-                held.move_to_end(name)
+            cached.pop(name, 0)
+            while tenant == "a" and sum(cached.values()) + nbytes > quota:
+                cached.popitem(last=False)
+            cached[name] = nbytes
+        elif operation == "r":
+            assert bool(tier.read(name, mine.header, mine.payload)) == (name in cached)
+            if name in cached:
+                cached.move_to_end(name)
         else:
             tier.delete([name])
-            held.pop(name, None)
+            cached.pop(name, None)
         assert dict(tier.usage()) == {**model["a"], **model["b"]}
         assert tier.used_bytes().get("a", 0) == sum(model["a"].values())
 
@@ -284,14 +286,14 @@ def manager_of(slots: int, quotas: dict[str, int], tiers: int = 0) -> L2Manager:
 
 
 def put(manager: L2Manager, tenant: str, *numbers: int) -> int:
-    """Save these; how many found no slot."""
+    """Save these blocks; returns how many found no slot."""
     answer = manager.allocate_save(1, keys_of(tenant, numbers), 4096)
     manager.commit(1, [slot for _, slot in answer.slot_assignments])
     manager.check()
     return answer.dropped
 
 
-def held(manager: L2Manager, tenant: str) -> set[int]:
+def cached_blocks(manager: L2Manager, tenant: str) -> set[int]:
     return {n for n in range(16) if manager.match([key(tenant, n)], 4096)}
 
 
@@ -300,17 +302,17 @@ def test_l2_a_tenant_over_its_quota_evicts_its_own() -> None:
     put(manager, "b", 0, 1, 2)
     put(manager, "a", 0, 1)
     put(manager, "a", 2)
-    # The deepest block of a run is the coldest: the first save leaves its first block.
-    assert held(manager, "a") == {0, 2}
-    assert held(manager, "b") == {0, 1, 2}
-    assert manager.stats()["slots_free"] == 1, "took a free slot beyond its quota"
+    # The last block of a prefix is the coldest, so the first block of the first save stays.
+    assert cached_blocks(manager, "a") == {0, 2}
+    assert cached_blocks(manager, "b") == {0, 1, 2}
+    assert manager.stats()["slots_free"] == 1, "a free slot was used beyond the quota"
     assert manager.stats()["tenants"] == {"a": 2, "b": 3}
 
 
 def test_l2_a_run_longer_than_the_quota_keeps_its_head() -> None:
     manager = manager_of(8, {"*": 3})
     assert put(manager, "a", 0, 1, 2, 3, 4) == 2
-    assert held(manager, "a") == {0, 1, 2}
+    assert cached_blocks(manager, "a") == {0, 1, 2}
     assert manager.stats()["over_quota"] == 1
     assert put(manager, "b", 0, 1, 2) == 0
 
@@ -321,10 +323,10 @@ def test_l2_what_a_tenant_reads_now_is_not_taken_from_it() -> None:
     plan = manager.lease(1, keys_of("a", [0, 1]), 4096, [None, None], "ticket")
     assert len(plan.ready) == 2
     assert put(manager, "a", 2) == 1
-    assert held(manager, "a") == {0, 1}
+    assert cached_blocks(manager, "a") == {0, 1}
     manager.release(1, [slot for _, slot in plan.ready])
     assert put(manager, "a", 2) == 0
-    assert len(held(manager, "a")) == 2
+    assert len(cached_blocks(manager, "a")) == 2
 
 
 def test_l2_loads_and_adopted_blocks_count_too() -> None:
@@ -350,6 +352,8 @@ def test_l2_nobody_ever_has_more_than_its_quota(saves: list[tuple[str, list[int]
     for tenant, numbers in saves:
         put(manager, tenant, *numbers)
         for name, most in (("a", 2), ("b", 3), ("c", 3)):
-            assert len(held(manager, name)) <= most
-        # Its own blocks are not evicted for a run, so they may be all that the tenant may have.
-        assert numbers[0] in held(manager, tenant) or held(manager, tenant) <= set(numbers)
+            assert len(cached_blocks(manager, name)) <= most
+        # A save does not evict its own blocks, so they may fill the whole quota.
+        assert numbers[0] in cached_blocks(manager, tenant) or cached_blocks(
+            manager, tenant
+        ) <= set(numbers)

@@ -1,4 +1,4 @@
-"""Wrappers against faults on purpose, on a clock that stands still."""
+"""Wrappers with injected faults, on a simulated clock."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MIB = 1 << 20
 
 
 class RemoteTier(MemoryTier):
-    """A memory tier whose `contains` would go over a network."""
+    """A memory tier that reports no local index."""
 
     local_index = False
 
 
 class TestWrapped(TierSuite):
-    """A healthy tier behind every wrapper is still a tier."""
+    """A tier with all wrappers passes the common tier tests."""
 
     def open_tier(self, tmp_path: Path, capacity_bytes: int) -> Tier:
         limited = RateLimit(
@@ -43,7 +43,7 @@ class TestWrapped(TierSuite):
 
 
 class Rig:
-    """A breaker around a deadline around faults around a tier, and one block in it."""
+    """A tier with one block, injected faults, a call timeout and a circuit breaker."""
 
     def __init__(self, inner: Tier | None = None, *, failures: int = 3) -> None:
         self.clock = FakeClock()
@@ -82,7 +82,7 @@ def test_a_wrapper_has_the_capabilities_of_what_it_wraps() -> None:
 def test_failures_in_a_row_take_the_tier_down() -> None:
     rig = Rig()
     rig.fail(2)
-    assert rig.read() == IO_ALIGNMENT, "a success in between starts the count again"
+    assert rig.read() == IO_ALIGNMENT, "a success resets the count"
     rig.fail(2)
     assert rig.breaker.is_up()
     rig.fail(1)
@@ -94,7 +94,7 @@ def test_failures_in_a_row_take_the_tier_down() -> None:
         rig.breaker.write(*rig.buffer.fill(key_of(2), 100))
     with pytest.raises(TierUnavailable):
         rig.breaker.delete([key_of(1)])
-    assert rig.calls() == calls, "the tier was called while down"
+    assert rig.calls() == calls, "the tier was called while the breaker was open"
     assert rig.breaker.stats()["state"] == "down"
 
 
@@ -120,13 +120,13 @@ def test_a_probe_decides_and_failed_ones_wait_longer() -> None:
         rig.fail(1)
         wait_s = min(2 * wait_s, 10.0 * MAX_BACKOFF)
     rig.clock.advance(wait_s)
-    assert rig.breaker.contains([key_of(1)]) == [True], "a local index proves nothing"
+    assert rig.breaker.contains([key_of(1)]) == [True], "a lookup in a local index is no probe"
     assert not rig.breaker.is_up()
     assert rig.read() == IO_ALIGNMENT
     assert rig.breaker.is_up()
     rig.fail(3)
     rig.clock.advance(10.0)
-    assert rig.read() == IO_ALIGNMENT, "after a good probe the wait is short again"
+    assert rig.read() == IO_ALIGNMENT, "a successful probe resets the wait"
 
 
 def test_contains_of_a_remote_tier_is_a_probe() -> None:
@@ -160,10 +160,10 @@ def test_a_hung_call_is_told_and_everything_else_answers_at_once() -> None:
     with pytest.raises(TierUnavailable):
         rig.breaker.write(*rig.buffer.fill(key_of(2), 100))
     rig.clock.advance(1000.0)
-    assert rig.read() == 0, "no probe is sent after a call that still hangs"
+    assert rig.read() == 0, "no probe while a call hangs"
     rig.faulty.release()
     thread.join(30)
-    assert got == [IO_ALIGNMENT], "what came late is right all the same"
+    assert got == [IO_ALIGNMENT], "a late result is still correct"
     assert rig.breaker.overdue_s() == 0.0
     assert rig.read() == IO_ALIGNMENT
     assert rig.breaker.is_up()
@@ -215,7 +215,7 @@ def test_retry_tries_again_and_no_more_than_it_may() -> None:
     before = rig.calls()
     with pytest.raises(TierError):
         retry.delete([key_of(1)])
-    assert rig.calls() - before == 1, "what is permanent is not tried again"
+    assert rig.calls() - before == 1, "a permanent error is not retried"
 
 
 def test_a_rate_is_kept_in_each_direction() -> None:
@@ -229,7 +229,7 @@ def test_a_rate_is_kept_in_each_direction() -> None:
         clock=clock,
         sleep=clock.sleep,
     )
-    # One is paid for by the burst, and nobody has waited yet for the last one.
+    # The burst covers one transfer, and the debt of the last one is not waited for yet.
     for number in range(12):
         tier.write(*buffer.fill(key_of(number), MIB))
     assert clock() == pytest.approx(10.0, rel=0.02)
@@ -252,15 +252,15 @@ def test_a_read_pays_for_what_it_got_and_not_for_its_buffer() -> None:
     )
     for number in range(8):
         tier.write(*small.fill(key_of(number), 100))
-    for number in range(16):  # half of them find nothing
+    for number in range(16):  # half of them are misses
         tier.read(key_of(number), large.header, large.payload)
-    assert clock() == 0.0, "waited for bytes that were never read"
+    assert clock() == 0.0, "a wait for bytes that were not read"
     for _ in range(20_000):
         assert tier.read(key_of(1), small.header, small.payload) == IO_ALIGNMENT
-    assert clock() > 0.0, "what was read is free"
+    assert clock() > 0.0, "read bytes do not count"
 
 
-def test_a_direction_without_a_rate_is_not_held() -> None:
+def test_a_direction_without_a_limit_does_not_wait() -> None:
     clock = FakeClock()
     buffer = FrameBuffer(MIB)
     tier = RateLimit(
@@ -274,7 +274,7 @@ def test_a_direction_without_a_rate_is_not_held() -> None:
 
 
 def test_large_slots_and_small_frames_keep_the_whole_rate() -> None:
-    """Nothing is refused for what a buffer could have taken."""
+    """Transfers within the burst are not rejected."""
     clock = FakeClock()
     frame, slot = FrameBuffer(2 * MIB), FrameBuffer(32 * MIB)
     tier = RateLimit(
@@ -329,16 +329,16 @@ def test_faults_are_what_they_say(fault: Fault, expected: type[TierError]) -> No
 
 
 @pytest.mark.parametrize("fault", [Fault.CORRUPTED, Fault.TRUNCATED])
-@pytest.mark.parametrize("verb", ["read", "write"])
-def test_damage_on_purpose_is_seen_by_the_checks(fault: Fault, verb: str) -> None:
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_injected_corruption_is_detected(fault: Fault, operation: str) -> None:
     from kvstore.errors import FrameInvalid
 
     buffer = FrameBuffer(4 * IO_ALIGNMENT)
-    faulty = FaultyTier(MemoryTier(MIB), always(fault, verb))
+    faulty = FaultyTier(MemoryTier(MIB), always(fault, operation))
     frame = buffer.fill(key_of(1), 4 * IO_ALIGNMENT)
     before = bytes(frame[2])
     faulty.write(*frame)
-    assert bytes(frame[2]) == before, "the caller's buffer is not what is damaged"
+    assert bytes(frame[2]) == before, "the caller's buffer is not corrupted"
     length = faulty.read(key_of(1), buffer.header, buffer.payload)
     assert length > 0
     with pytest.raises((FrameInvalid, AssertionError)):

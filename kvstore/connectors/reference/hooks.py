@@ -268,7 +268,7 @@ class ReferenceHooks:
         after = self._copier.mark()
         copy = Copy(direction, rows, slab, tuple(slots), after, owner, by_layer=by_layer)
         if self._meter is not None and not by_layer:
-            copy.then = partial(self._meter.look, rows)
+            copy.then = partial(self._meter.sample, rows)
         queued = self._copies.submit(copy)
         self._counts["copies_dropped"] += not queued
         return queued

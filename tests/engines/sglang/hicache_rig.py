@@ -20,11 +20,11 @@ LAYERS, HEADS, WIDTH, TOKENS = 4, 8, 128, 16
 """The driver's model; a page of bfloat16 has 262,144 bytes."""
 PAGE_BYTES = LAYERS * HEADS * WIDTH * TOKENS * 2 * 2
 SEQUENCES, PAGES = 2, 20
-"""What one drive writes: sequences, and pages of each. Fewer than 256 tokens are not prefetched."""
+"""Number of sequences of one drive, and pages of each. SGLang prefetches at least 256 tokens."""
 
 
 def absent() -> str:
-    """Why the tests of this folder cannot run here; "" when they can."""
+    """Why the tests of this folder cannot run here; "" if they can."""
     try:
         importlib.metadata.version("sglang")
     except importlib.metadata.PackageNotFoundError:
@@ -34,8 +34,8 @@ def absent() -> str:
 
 @cache
 def driver() -> ModuleType:
-    """The driver as a module. Importing it makes SGLang's copies to and from the device run on CPU,
-    for this process."""
+    """The driver as a module. Its import lets SGLang's copies to and from the device run on CPU in
+    this process."""
     if importlib.util.find_spec("torchvision") is None:
         sys.path.append(str(HERE / "standins"))
     spec = importlib.util.spec_from_file_location("sglang_cpu_e2e", DRIVER)
@@ -48,7 +48,7 @@ def driver() -> ModuleType:
 
 
 def extra(socket: str, *, zero_copy: bool = True, **more: Any) -> dict[str, Any]:
-    """What a user writes into --hicache-storage-backend-extra-config."""
+    """Value of --hicache-storage-backend-extra-config."""
     return {
         "backend_name": "kvstore",
         "module_path": "kvstore.connectors.sglang",
@@ -68,8 +68,8 @@ def drive(
     layout: str = "page_first",
     core: str = "rust",
 ) -> str:
-    """One instance computes and writes, a second, empty one prefetches, loads and compares every
-    byte; what the driver printed."""
+    """One instance computes and writes. A second, empty one prefetches, loads and compares every
+    byte. Returns the output of the driver."""
     arguments = ["dynamic", json.dumps(chosen), "--layout", layout, "--core", core]
     arguments += ["--pages", str(PAGES), "--seqs", str(SEQUENCES), "--page-size", str(TOKENS)]
     monkeypatch.setattr(sys, "argv", ["sglang_cpu_e2e", *arguments])
@@ -86,8 +86,8 @@ def drive(
 def between_instances(
     monkeypatch: pytest.MonkeyPatch, happens: Any, then: dict[str, Any] | None = None
 ) -> None:
-    """`happens()` after the first instance has written, before the second is made; `then` is laid
-    over what the second is configured with."""
+    """Call `happens()` after the first instance has written, before the second starts. `then`
+    overrides keys of the second one's configuration."""
     make = driver().make
     made = []
 

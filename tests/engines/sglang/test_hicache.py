@@ -1,4 +1,4 @@
-"""SGLang's own tree and controller over the backend: written by one instance, read by another.
+"""SGLang's own tree and controller over the backend: one instance writes, another reads.
 
 Each drive compares every byte of KV of 40 pages; see the driver.
 """
@@ -90,7 +90,7 @@ def test_after_the_sidecar_was_killed_pages_come_from_disk(
         assert sidecar.stats()["hit_blocks"]["disk"] == WRITTEN
 
 
-def test_two_nodes_meet_in_redis(
+def test_two_nodes_share_redis(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = Server(tmp_path / "valkey", valkey_binary())
@@ -105,7 +105,7 @@ def test_two_nodes_meet_in_redis(
         server.stop()
 
 
-def test_two_nodes_meet_in_s3(
+def test_two_nodes_share_s3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("boto3", reason="boto3 is not installed")

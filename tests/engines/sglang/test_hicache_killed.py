@@ -1,5 +1,5 @@
-"""`kill -9` of the sidecar in the middle of a batch of SGLang's own controller: what came is used,
-what failed is not taken for kept, and the next batch finds the sidecar by itself."""
+"""`kill -9` of the sidecar in the middle of a batch of SGLang's own controller: arrived pages are
+used, failed pages do not count as stored, and the next batch reconnects."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ pytestmark = [
 ]
 
 PAGES = 120
-"""Of a sequence: one batch of the controller's, in four parts of at most a quarter of the slab. The
-last has 24: SGLang asks for no fewer than 16 at once."""
+"""Pages of a sequence: one batch of the controller, in four parts of at most a quarter of the slab.
+The last part has 24 pages: SGLang requests at least 16 at once."""
 SLOTS = 128
 LENGTH = PAGES * TOKENS
 
@@ -54,7 +54,7 @@ class KillingCopies(Copies):
 
 
 class Instance:
-    """SGLang's tree and controller over a backend of its own; all memory is empty."""
+    """SGLang's tree and controller over a new backend; all memory is empty."""
 
     def __init__(self, chosen: dict[str, Any], folder: Path) -> None:
         drive = driver()
@@ -66,26 +66,26 @@ class Instance:
             head_num=HEADS,
             head_dim=WIDTH,
         )
-        asked = SimpleNamespace(core="python", layout="page_first", backend="dynamic")
+        options = SimpleNamespace(core="python", layout="page_first", backend="dynamic")
         self.fixture, self.cache, self.device, self.requests = drive.make(
-            asked, chosen, str(folder)
+            options, chosen, str(folder)
         )
         self.backend = self.cache.cache_controller.storage_backend
-        (self._shelf,) = self.backend._shelves._shelves.values()
-        self.asked = 0
+        (self._page_pool,) = self.backend._page_pools._page_pools.values()
+        self.requests = 0
 
     def killing(self, sidecar: ForkedSidecar) -> KillingCopies:
-        """From here on the sidecar dies in the middle of the next batch."""
+        """Kill the sidecar in the middle of the next batch."""
         copies = KillingCopies(sidecar)
-        self._shelf._copies = copies
+        self._page_pool._copies = copies
         return copies
 
     def connected(self) -> bool:
-        """Whether the backend has a sidecar now."""
-        return bool(self._shelf._desk._store.connected)
+        """True if the backend is connected to a sidecar."""
+        return bool(self._page_pool._desk._store.connected)
 
     def compute(self, tokens: array[int], seed: int) -> list[torch.Tensor]:
-        """Fill the KV of a sequence and have the controller back it up; K and V by layer."""
+        """Fill the KV of a sequence and let the controller back it up; returns K and V by layer."""
         pool = self.device.get_kvcache()
         slots = self.device.alloc(LENGTH)
         noise = torch.Generator().manual_seed(seed)
@@ -107,34 +107,34 @@ class Instance:
         return kept
 
     def restore(self, tokens: array[int], right: list[torch.Tensor]) -> int:
-        """Prefetch a sequence and load it back; how many of its tokens came, each byte right."""
+        """Prefetch a sequence, load it, compare every byte; returns the number of loaded tokens."""
         drive = driver()
-        self.asked += 1
-        handle = drive.CacheRequestHandle(f"request {self.asked}", 0)
-        held = self._match(tokens)
-        assert (held.device_prefix_len, held.host_hit_length) == (0, 0), "asked for once"
-        self.cache.prefetch_from_storage(handle, held.last_host_node, tokens)
+        self.requests += 1
+        handle = drive.CacheRequestHandle(f"request {self.requests}", 0)
+        match = self._match(tokens)
+        assert (match.device_prefix_len, match.host_hit_length) == (0, 0), "requested once"
+        self.cache.prefetch_from_storage(handle, match.last_host_node, tokens)
         if self.cache.has_ongoing_prefetch(handle):
             done = lambda: self.cache.check_prefetch_progress(handle)  # noqa: E731
             drive.pump(self.cache, done, "the prefetch ends")
-        held = self._match(tokens)
-        if held.host_hit_length:
+        match = self._match(tokens)
+        if match.host_hit_length:
             request = self.fixture._make_req(self.requests)
-            self.fixture._apply_match_to_req(request, held)
+            self.fixture._apply_match_to_req(request, match)
             self.cache.init_load_back(
                 drive.InitLoadBackParams(
-                    best_match_node=held.best_match_node,
-                    host_hit_length=held.host_hit_length,
+                    best_match_node=match.best_match_node,
+                    host_hit_length=match.host_hit_length,
                     mem_quota=None,
                     req=request,
                 )
             )
             self.cache.ready_to_load_host_cache()
             drive.pump(self.cache, lambda: not self.cache.ongoing_load_back, "load back")
-        held = self._match(tokens)
-        came = int(held.device_prefix_len)
+        match = self._match(tokens)
+        came = int(match.device_prefix_len)
         if came:
-            slots = self.cache.path_device_indices(held.last_device_node)
+            slots = self.cache.path_device_indices(match.last_device_node)
             for buffer, rows in zip(_buffers(self.device.get_kvcache()), right, strict=True):
                 got = buffer[slots][:came]
                 assert torch.equal(got.view(torch.uint8), rows[:came].view(torch.uint8))
@@ -162,7 +162,7 @@ def sequence(number: int) -> array[int]:
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[ForkedSidecar]:
     slab = {"l2": {"bytes": SLOTS * PAGE_BYTES, "slot_bytes": PAGE_BYTES}}
-    room = disk(tmp_path / "disk", "256MiB", codec="identity")
+    room = disk(tmp_path / "disk", "256MiB", codec="none")
     made = ForkedSidecar(tmp_path, {**slab, **room})
     yield made
     made.kill()
@@ -187,9 +187,9 @@ def test_a_kill_while_the_controller_reads(sidecar: ForkedSidecar, tmp_path: Pat
     copies = reader.killing(sidecar)
     came = reader.restore(first, right)
     assert copies.left <= 0, "it was killed"
-    assert 0 < came < LENGTH, "the front of the batch came, its end did not"
+    assert 0 < came < LENGTH, "the head of the batch arrived, its tail did not"
     sidecar.start()
-    wait_until(reader.connected, "it is found again by itself")
+    wait_until(reader.connected, "it has reconnected")
     assert reader.restore(second, also) == LENGTH
     reader.stop()
     another = Instance(extra(sidecar.socket), tmp_path)
@@ -208,11 +208,11 @@ def test_a_kill_while_the_controller_writes(
     assert copies.left <= 0, "it was killed"
     assert f"Write page to storage: {PAGES} pages failed" in caplog.text
     sidecar.start()
-    wait_until(writer.connected, "it is found again by itself")
+    wait_until(writer.connected, "it has reconnected")
     also = writer.compute(second, 2)
 
     reader = Instance(extra(sidecar.socket), tmp_path)
     assert reader.restore(second, also) == LENGTH
-    assert reader.restore(first, right) < LENGTH, "what came of it is right, if anything did"
+    assert reader.restore(first, right) < LENGTH, "any pages that arrived are correct"
     for instance in (writer, reader):
         instance.stop()

@@ -1,4 +1,4 @@
-"""The backend as SGLang's factory makes it, over SGLang's own pools: of KV, and of states."""
+"""The backend from SGLang's factory, over SGLang's own pools of KV and of states."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def make(chosen: dict[str, Any], **changed: Any) -> Any:
 
 @contextlib.contextmanager
 def host_pool(folder: Path) -> Iterator[Any]:
-    """SGLang's host pool of MHA, as its controller makes it."""
+    """SGLang's host pool of MHA, as its controller creates it."""
     drive = driver()
     drive.Drive.cfg = drive.CacheConfig(
         page_size=TOKENS, kv_size=64, max_context_len=64, num_layers=2, head_num=4, head_dim=64
     )
-    asked = SimpleNamespace(core="python", layout="page_first", backend="file")
-    _, cache, _, _ = drive.make(asked, None, str(folder))
+    options = SimpleNamespace(core="python", layout="page_first", backend="file")
+    _, cache, _, _ = drive.make(options, None, str(folder))
     controller = cache.cache_controller
     yield controller.storage_host_pool
     controller._stop_storage_threads()
@@ -78,7 +78,7 @@ def kv(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def kv_too(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Another one, of another rank."""
+    """Another pool, of another rank."""
     with host_pool(tmp_path_factory.mktemp("file too")) as pool:
         yield pool
 
@@ -131,11 +131,11 @@ def test_v1_and_generic_calls_on_a_real_pool(sidecar: ForkedSidecar, kv: Any) ->
         assert torch.equal(kv.get_data_page(source * TOKENS), kv.get_data_page(target * TOKENS))
 
     page = kv.get_data_page(0)
-    assert backend.set("a key that is no hex", page)
-    got = backend.get("a key that is no hex", kv.get_dummy_flat_data_page())
+    assert backend.set("a key without hex digits", page)
+    got = backend.get("a key without hex digits", kv.get_dummy_flat_data_page())
     assert torch.equal(got, page)
-    assert torch.equal(backend.batch_get(["a key that is no hex"])[0], page)
-    assert backend.batch_get(["x", "a key that is no hex"])[0] is None
+    assert torch.equal(backend.batch_get(["a key without hex digits"])[0], page)
+    assert backend.batch_get(["x", "a key without hex digits"])[0] is None
     assert backend.get("x") is None
 
     metrics = backend.get_stats()
@@ -174,14 +174,14 @@ def test_side_pools_by_v2(sidecar: ForkedSidecar, kv: Any, states: Any) -> None:
     written = transfers([keys[1], keys[3]], [0, 1], [0, 1, 2])
     assert backend.batch_set_v2(written) == {"mamba": [True, True], "draft": [True] * 3}
 
-    asked = transfers([keys[3]], [2], [4, 5, 6])
-    hits = backend.batch_exists_v2(keys, asked)
+    requested = transfers([keys[3]], [2], [4, 5, 6])
+    hits = backend.batch_exists_v2(keys, requested)
     assert (hits.kv_hit_pages, hits.restorable_prefix_pages) == (2, [2])
     assert hits.extra_pool_hit_pages == {"kv": 4, "mamba": 4, "draft": 3}
-    assert backend.batch_exists_v2(keys, asked[:1]).restorable_prefix_pages == [2, 4]
+    assert backend.batch_exists_v2(keys, requested[:1]).restorable_prefix_pages == [2, 4]
     assert backend.batch_exists_v2(keys).kv_hit_pages == 4
 
-    assert backend.batch_get_v2(asked) == {"mamba": [True], "draft": [True] * 3}
+    assert backend.batch_get_v2(requested) == {"mamba": [True], "draft": [True] * 3}
     assert torch.equal(states.get_data_page(2), states.get_data_page(1))
     assert torch.equal(kv.get_data_page(4 * TOKENS), kv.get_data_page(0))
     absent_state = PoolTransfer(name=PoolName.MAMBA, keys=[keys[0]], host_indices=torch.tensor([3]))
@@ -220,12 +220,12 @@ def test_no_call_raises_into_sglangs_threads(
             {},
             "decode-context parallelism of 2 is not supported by kvstore",
         ),
-        ({"should_split_heads": True, "tp_lcm_size": 4}, {}, "tp_lcm_size 4 is not supported"),
+        ({"should_split_heads": True, "tp_lcm_size": 4}, {}, "tp_lcm_size = 4 is not supported"),
         ({}, {"sokcet": "/x"}, "did you mean 'socket'"),
     ],
     ids=["dcp", "split heads", "unknown key"],
 )
-def test_a_mistake_ends_sglangs_start_with_one_line(
+def test_an_invalid_setting_ends_sglangs_start_with_one_line(
     changed: dict[str, Any], more: dict[str, Any], line: str
 ) -> None:
     with pytest.raises(ConfigError) as told:
@@ -247,7 +247,7 @@ def test_a_page_larger_than_a_slot_ends_sglangs_start(tmp_path: Path, kv: Any) -
 def test_two_ranks_of_two_servers_share_a_sidecar(
     sidecar: ForkedSidecar, kv: Any, kv_too: Any
 ) -> None:
-    """Each rank has its own pages under the same keys; the next server finds them, rank by rank."""
+    """Each rank has separate pages under the same keys. The next server finds them by rank."""
     keys = keys_of("ranks", 4)
     pools = (kv, kv_too)
     servers = [
@@ -258,7 +258,7 @@ def test_two_ranks_of_two_servers_share_a_sidecar(
             backend.register_mem_pool_host(pool)
     for seed, (backend, pool) in enumerate(zip(servers[0], pools, strict=True)):
         fill(pool, 40 + seed)
-        assert backend.batch_exists(keys) == 0, "the other rank's are not its own"
+        assert backend.batch_exists(keys) == 0, "the other rank's pages are not shared"
         assert backend.batch_set_v1(keys, slots([0, 1, 2, 3])) == [True] * 4
     for backend, pool in zip(servers[1], pools, strict=True):
         assert backend.batch_exists(keys) == 4
@@ -274,7 +274,8 @@ def test_two_ranks_of_two_servers_share_a_sidecar(
 def test_a_pool_replaced_and_a_close_among_calls(
     sidecar: ForkedSidecar, kv: Any, kv_too: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Calls of other threads meanwhile are right or misses, and none raises; closed twice."""
+    """Concurrent calls of other threads return correct pages or misses, and none raises. The
+    backend is closed twice."""
     backend = make(extra(sidecar.socket, model="replaced"))
     backend.register_mem_pool_host(kv)
     fill(kv, 50)
@@ -290,7 +291,7 @@ def test_a_pool_replaced_and_a_close_among_calls(
                 answers.append(backend.batch_get_v1(keys, slots([4, 5, 6, 7])))
                 answers.append([backend.batch_exists(keys) in (0, 4)] * 4)
                 backend.get_stats()
-        except Exception as error:  # told below
+        except Exception as error:  # reported below
             answers.append(error)
 
     threads = [threading.Thread(target=call) for _ in range(3)]
@@ -310,7 +311,7 @@ def test_a_pool_replaced_and_a_close_among_calls(
         assert not thread.is_alive()
     assert [each for each in answers if not isinstance(each, list) or len(each) != 4] == []
     assert [True] * 4 in answers
-    assert "failed; it and its like" not in caplog.text
+    assert "raised an exception; returning a miss" not in caplog.text
     backend.close()
     assert backend.batch_get_v1(keys, slots([4, 5, 6, 7])) == [False] * 4
     assert not backend.clear()

@@ -1,5 +1,5 @@
-"""Two processes with vLLM imported, for all tests of a run: to start one takes longer than most
-tests. An engine that a test starts in one ends the engine that was there."""
+"""Two processes with vLLM imported, for all tests of a run: starting one takes longer than most
+tests. A new engine in a process ends the previous one."""
 
 from __future__ import annotations
 

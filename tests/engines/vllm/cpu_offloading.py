@@ -1,7 +1,7 @@
 """vLLM's native tiering on a CPU, for tests: its own spec, with a worker that copies by numpy.
 
-vLLM's worker refuses a CPU (it copies by CUDA). All else is vLLM's: the manager, the host pool,
-keys, groups, tiers.
+vLLM's worker rejects a CPU (it copies by CUDA). Everything else is vLLM's: the manager, the host
+pool, keys, groups, tiers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 class CopyingWorker(OffloadingWorker):
     """Copies at once, on the caller's thread.
 
-    A unit of the host pool holds `per_unit` engine blocks behind one another, tensor by tensor.
+    An offloaded block has `per_block` contiguous engine blocks, tensor by tensor.
     """
 
-    def __init__(self, caches: Any, region: SharedOffloadRegion, per_unit: int) -> None:
+    def __init__(self, caches: Any, region: SharedOffloadRegion, per_block: int) -> None:
         self._region = region
-        self._per_unit = per_unit
+        self._per_block = per_block
         self._device = [each.tensor for each in caches.tensors]
         self._host = [
-            region.create_next_worker_view(each.page_size_bytes * per_unit)
+            region.create_next_worker_view(each.page_size_bytes * per_block)
             for each in caches.tensors
         ]
         self._tensors = [
@@ -54,10 +54,10 @@ class CopyingWorker(OffloadingWorker):
 
     def _copy(self, job_id: int, device: Any, host: Any, *, to_host: bool) -> bool:
         began_s, nbytes = time.perf_counter(), 0
-        for tensor, block, unit, place in self._places(device, host):
+        for tensor, block, offloaded, place in self._places(device, host):
             page = self._device[tensor][block]
             size = page.numel()
-            row = self._host[tensor][unit][place * size : (place + 1) * size]
+            row = self._host[tensor][offloaded][place * size : (place + 1) * size]
             if to_host:
                 row.copy_(page)
             else:
@@ -68,20 +68,20 @@ class CopyingWorker(OffloadingWorker):
         return True
 
     def _places(self, device: Any, host: Any) -> list[tuple[int, int, int, int]]:
-        """(tensor, engine block, unit, place in the unit) of every page of a job."""
+        """(tensor, engine block, offloaded block, index in it) of every page of a job."""
         places = []
-        first_block = first_unit = 0
+        first_block = first_row = 0
         for group, count in enumerate(device.group_sizes):
             if not count:
                 continue
-            skipped = device.block_indices[group] % self._per_unit
+            skipped = device.block_indices[group] % self._per_block
             for number in range(count):
-                unit, place = divmod(skipped + number, self._per_unit)
+                offloaded, place = divmod(skipped + number, self._per_block)
                 block = int(device.block_ids[first_block + number])
-                row = int(host.chunk_ids[first_unit + unit])
+                row = int(host.chunk_ids[first_row + offloaded])
                 places += [(tensor, block, row, place) for tensor in self._tensors[group]]
             first_block += count
-            first_unit += -(-(skipped + count) // self._per_unit)
+            first_row += -(-(skipped + count) // self._per_block)
         return places
 
 

@@ -1,4 +1,4 @@
-"""What changes under a running vLLM, through the connector: an adapter's files, the sidecar."""
+"""Changes under a running vLLM with the connector: an adapter's files, the sidecar."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cached(results: list[dict[str, Any]]) -> list[int]:
 
 
 def test_an_adapter_replaced_under_its_name(engines: tuple[Engine, Engine], tmp_path: Path) -> None:
-    """By other weights in the same folder: vLLM's hashes stay what they were."""
+    """Other weights in the same folder: vLLM's hashes do not change."""
     a, b = engines
     sidecar = Sidecar(tmp_path, "--l2", "64MiB", "--slot-bytes", "128KiB")
     write_model(tmp_path / "llama", "llama", 6)
@@ -46,7 +46,7 @@ def test_an_adapter_replaced_under_its_name(engines: tuple[Engine, Engine], tmp_
     write_adapter(tmp_path / "adapter", 2)
     assert a.ask("reset")["reset"]
     still = a.generate([prompt], tokens=8, adapter=adapter)
-    assert cached(still) == [0], "nobody can say which weights this engine has"
+    assert cached(still) == [0], "it is unknown which weights this engine has"
     check_same(still, old)
     assert a.ask("settle")["requests"] == 0
     b.start(tmp_path / "llama", **arguments)
@@ -56,7 +56,7 @@ def test_an_adapter_replaced_under_its_name(engines: tuple[Engine, Engine], tmp_
     assert b.ask("settle")["requests"] == 0
     a.start(tmp_path / "llama", **arguments)
     again = a.generate([prompt], tokens=8, adapter=adapter)
-    assert cached(again) == [full_blocks(prompt)], "what was computed with these weights"
+    assert cached(again) == [full_blocks(prompt)], "blocks computed with these weights"
     check_same(again, new)
     assert a.ask("settle")["requests"] == 0
     assert sidecar.stop() == 0
@@ -65,8 +65,8 @@ def test_an_adapter_replaced_under_its_name(engines: tuple[Engine, Engine], tmp_
 def test_a_model_that_changes_its_configuration_while_it_is_loaded(
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
-    """vLLM's Transformers backend writes the dtype into it: of a worker in a process of its own,
-    the scheduler does not see that."""
+    """vLLM's Transformers backend writes the dtype into it. If the worker is a separate process,
+    the scheduler does not see the change."""
     a, _ = engines
     sidecar = Sidecar(tmp_path, "--l2", "64MiB", "--slot-bytes", "128KiB")
     write_model(tmp_path / "llama", "llama", 6)
@@ -92,13 +92,13 @@ def test_a_model_that_changes_its_configuration_while_it_is_loaded(
 def test_blocks_are_free_with_the_last_step_once_they_are_saved(
     engines: tuple[Engine, Engine], tmp_path: Path
 ) -> None:
-    """A program that embeds vLLM steps no further, and may reset or pause it then."""
+    """A program that embeds vLLM makes no further step, and may then reset or pause it."""
     a, _ = engines
     write_model(tmp_path / "llama", "llama", 6)
     a.start(tmp_path / "llama", kv_transfer_config=patient("", embedded={"l2": "64MiB"}))
     prompt = tokens(14, 200)
     a.ask("add", prompt=prompt, tokens=20)  # no more blocks become full
-    while not a.held()["worker"].get("blocks_saved"):
+    while not a.state()["worker"].get("blocks_saved"):
         assert a.ask("step", pause_s=0.05)["ended"] == []
     while not a.ask("step")["ended"]:
         pass
@@ -112,11 +112,11 @@ def test_metrics_tell_whether_there_is_a_sidecar(
     a, _ = engines
     write_model(tmp_path / "llama", "llama", 6)
     a.start(tmp_path / "llama", kv_transfer_config=patient(str(tmp_path / "kv.sock")))
-    asked = iter(range(10_000))
+    seeds = iter(range(10_000))
 
     def told() -> dict[str, float]:
         """vLLM's metrics after one more request."""
-        a.generate([tokens(next(asked), 100)], tokens=2)
+        a.generate([tokens(next(seeds), 100)], tokens=2)
         names = ("connects", "disconnects", "lookups_failed", "saves_failed", "saves")
         metrics = a.ask("metrics")["metrics"]
         return {name: metrics[f"vllm:kvstore_{name}"] for name in names}
@@ -133,7 +133,7 @@ def test_metrics_tell_whether_there_is_a_sidecar(
     assert after["saves"] > before["saves"]
     assert after["lookups_failed"] == before["lookups_failed"]
     sidecar.kill()
-    wait_until(lambda: told()["disconnects"] == 2, "both have seen that it is gone")
+    wait_until(lambda: told()["disconnects"] == 2, "both have seen the disconnect")
     assert told()["connects"] == 2
 
 
@@ -162,8 +162,8 @@ def test_ranks_are_added_up_and_logged_by_interval() -> None:
         logged.observe(lost.to_dict())
         logged.log(lambda form, *values: lines.append(form % values))
         logged.log(lambda form, *values: lines.append(form % values))
-    assert lines[0] == lines[1], "what was told is not what is added up"
+    assert lines[0] == lines[1], "reported stats are not the sum"
     assert lines[0].removeprefix("KV Transfer metrics: ").split(", ") == [
         "blocks_saved=6", "connects=2", "hits=1", "disconnects=1",
     ]  # fmt: skip
-    assert len(lines) == 2, "an interval in which nothing has grown is not logged"
+    assert len(lines) == 2, "an interval without changes is not logged"

@@ -1,7 +1,7 @@
-"""The connector in real engines: what one computes, others reuse, and the output stays the same.
+"""The connector in real engines: engines reuse the blocks of others, and the output is the same.
 
-Two processes with vLLM, one sidecar with a disk below it. Engines are dear to start (their imports
-alone take seconds), so tests share them, and prompts are new for each test.
+Two processes with vLLM, one sidecar with a disk below it. Starting an engine is slow (its imports
+alone take seconds), so tests share engines, and each test has new prompts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.time
 
 PROMPT_SETS = 30
 OF_A_PROMPT = tokens(60, 150)
-"""Whose own log-probabilities are asked for."""
+"""Prompt whose own log-probabilities are requested."""
 
 
 def prompt_set(number: int) -> list[list[int]]:
-    """Two prompts that share a beginning, of lengths at, before and after a block's end."""
+    """Two prompts that share a prefix, with lengths at, before and after a block's end."""
     shared = tokens(1000 + number, 32 * (1 + number % 8) + (0, 1, 31)[number % 3])
     return [shared + tokens(2000 + number, 70 + number), shared + tokens(3000 + number, number * 7)]
 
@@ -64,7 +64,7 @@ class World:
         self.a, self.b = engines
         self.a.start(self.llama, num_gpu_blocks_override=1024)
         self.plain = self.a.generate(PROMPTS, tokens=8)
-        """What a vLLM without kvstore says."""
+        """The results of a vLLM without kvstore."""
         (self.plain_of_a_prompt,) = self.a.generate([OF_A_PROMPT], tokens=4, prompt_logprobs=1)
         for engine in engines:
             self.start(engine, self.llama)
@@ -75,12 +75,12 @@ class World:
         engine.start(model, kv_transfer_config=transfer, num_gpu_blocks_override=1024, **arguments)
 
     def only_disk(self) -> None:
-        """Everything is on disk, and nowhere else but in the engines."""
+        """Write all blocks to disk and clear L2."""
         assert json.loads(self.sidecar.post("/v1/flush"))["flushed"]
         self.sidecar.post("/v1/clear?tier=l2")
 
     def by_source(self, engine: Engine) -> dict[str, float]:
-        """Cached tokens of prompts so far, by where they came from, as vLLM tells it."""
+        """Cached prompt tokens so far by source, from vLLM's metrics."""
         metrics = engine.ask("metrics")["metrics"]
         name = "vllm:prompt_tokens_cached_by_source"
         return {source: metrics.get(f"{name}{{{source}}}", 0) for source in SOURCES}
@@ -97,13 +97,13 @@ def world(
     yield made
     for engine in engines:
         engine.ask("stop")
-    assert made.sidecar.stop() == 0, "leases that did not come back"
+    assert made.sidecar.stop() == 0, "leases were not released"
 
 
 def saved(world: World, engine: Engine) -> None:
-    """Every save of this engine has ended."""
+    """Wait until every save of this engine has ended."""
     assert engine.ask("settle")["requests"] == 0
-    wait_until(lambda: engine.held()["worker"]["saves_under_way"] == 0, "saves end")
+    wait_until(lambda: engine.state()["worker"]["saves_under_way"] == 0, "saves end")
 
 
 def exact(prompts: list[list[int]]) -> list[int]:
@@ -111,8 +111,8 @@ def exact(prompts: list[list[int]]) -> list[int]:
 
 
 def own_hits() -> int:
-    """Tokens of the prompt sets that vLLM's own cache has when it was empty at first: what the
-    second of two prompts shares with the first."""
+    """Tokens in vLLM's own cache when it was empty at first: those that the second of two prompts
+    shares with the first."""
     shared = 0
     for one, other in zip(PROMPTS[::2], PROMPTS[1::2], strict=True):
         blocks = range(0, full_blocks(other) + 1, BLOCK)
@@ -121,8 +121,8 @@ def own_hits() -> int:
 
 
 def reused(world: World, own: list[dict[str, Any]], source: str) -> None:
-    """Engine B, its own cache empty, has every full block of all prompts from there, and says what
-    vLLM's own cache makes it say."""
+    """Engine B, whose own cache is empty, loads every full block of all prompts from this source.
+    Its output equals that with vLLM's own cache."""
     assert world.b.ask("reset")["reset"]
     before = world.by_source(world.b)
     found = world.b.generate(PROMPTS, tokens=4)
@@ -160,18 +160,18 @@ def test_b_reuses_what_a_computed_then_again_after_reset_restart_and_from_disk(
     assert world.sidecar.stop() == 0
     world.sidecar.start()
     for side in ("scheduler", "worker"):
-        wait_until(lambda side=side: world.b.held()[side]["store_connected"], "connected again")
+        wait_until(lambda side=side: world.b.state()[side]["store_connected"], "connected again")
     reused(world, own, "disk")
 
 
 def test_what_decode_fills_is_reused_too(world: World) -> None:
     prompt = tokens(50, 100)
-    wait_until(lambda: world.a.held()["worker"]["store_connected"], "connected again")
+    wait_until(lambda: world.a.state()["worker"]["store_connected"], "connected again")
     first = world.a.generate([prompt], tokens=100)
     saved(world, world.a)
     longer = prompt + first[0]["tokens"]
     (second,) = world.b.generate([[*longer, 9]], tokens=4)
-    # The last output token was never computed as an input.
+    # The last output token was never an input.
     assert second["cached"] == full_blocks(longer)
 
 
@@ -193,7 +193,7 @@ def test_salt_and_prompt_logprobs(world: World) -> None:
 
 
 def test_zeroed_kv_with_a_valid_checksum_changes_the_output(world: World) -> None:
-    """So the others see KV at all."""
+    """Proves that the other tests depend on the KV."""
     prompt = tokens(70, 200)
     namespace = world.namespace(world.b)
     hashes = hash_tokens(prompt, block_tokens=BLOCK)
@@ -205,7 +205,7 @@ def test_zeroed_kv_with_a_valid_checksum_changes_the_output(world: World) -> Non
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated"])
-def test_damaged_blocks_on_disk_are_computed(world: World, damage: str) -> None:
+def test_corrupt_blocks_on_disk_are_computed(world: World, damage: str) -> None:
     prompts = [tokens(80 + number + 10 * len(damage), 300) for number in range(3)]
     cold = world.a.generate(prompts, tokens=8)
     saved(world, world.a)

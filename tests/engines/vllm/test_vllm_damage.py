@@ -1,5 +1,5 @@
-"""Blocks below L2 that are not what they should be, at rest in a real Valkey: vLLM computes them,
-through the connector and through the tier."""
+"""Corrupt blocks below L2, at rest in a real Valkey: vLLM computes them, with the connector and
+with the tier."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DAMAGES = (
 
 
 class World:
-    """A sidecar over a Valkey, and an engine that reaches it by the connector or by the tier."""
+    """A sidecar over a Valkey, and an engine with the connector or with the tier."""
 
     def __init__(self, folder: Path, engine: Engine, by: str) -> None:
         self.by, self.engine = by, engine
@@ -67,15 +67,15 @@ class World:
         return Namespace(**fields)
 
     def loaded(self) -> float:
-        """Blocks that came from the store so far."""
+        """Number of blocks loaded from the store so far."""
         if self.by == "tier":
             return self.engine.ask("tier")["stats"].get("blocks_loaded", 0)
         return self.engine.ask("metrics")["metrics"].get("vllm:kvstore_blocks_loaded", 0)
 
     def only_valkey(self) -> None:
-        """Blocks lie in Valkey, and nowhere else."""
+        """Write all blocks to Valkey and clear L2."""
         assert self.engine.ask("settle")["requests"] == 0
-        # Of the tier this empties vLLM's host pool; the connector has nothing between.
+        # With the tier this clears vLLM's host pool; the connector has none.
         assert self.engine.ask("reset", connector=self.by == "tier")["reset"]
         for path in ("/v1/flush", "/v1/clear?tier=l2"):
             self.sidecar.post(path)
@@ -85,7 +85,7 @@ class World:
         return [name + group for name in hash_tokens(prompt, block_tokens=BLOCK)]
 
     def save_zeros(self, prompt: list[int], namespace: Namespace) -> None:
-        """Valid blocks of zeros under a prompt's names."""
+        """Write valid blocks of zeros under a prompt's hashes."""
         save_zeros(self.sidecar.socket, namespace, self.hashes(prompt))
 
     def damage(self, how: str, prompt: list[int]) -> None:
@@ -135,11 +135,11 @@ def world(
     made = World(tmp_path_factory.mktemp("damage"), engines[0], request.param)
     yield made
     engines[0].ask("stop")
-    assert made.sidecar.stop() == 0, "leases that did not come back"
+    assert made.sidecar.stop() == 0, "leases were not released"
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_damaged_blocks_are_computed(world: World, how: str) -> None:
+def test_corrupt_blocks_are_computed(world: World, how: str) -> None:
     prompt = tokens(100 + DAMAGES.index(how), 200)
     cold = world.engine.generate([prompt], tokens=8)
     world.only_valkey()
@@ -152,7 +152,7 @@ def test_damaged_blocks_are_computed(world: World, how: str) -> None:
 
 
 def test_valid_zeros_change_the_output(world: World) -> None:
-    """So the others would see a block that is wrong."""
+    """Proves that the other tests would detect a wrong block."""
     prompt = tokens(200, 200)
     right = world.engine.generate([prompt], tokens=8, salt="not zeroed")
     world.save_zeros(prompt, world.namespace)

@@ -1,5 +1,5 @@
-"""No request waits past its deadline. The connector takes no silence for a sidecar that hangs here,
-so nothing else could end these waits."""
+"""No request waits longer than its maximum wait. response_timeout is so long here that nothing else
+can end these waits."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def world(
 
 @pytest.fixture(autouse=True)
 def _idle_before_and_after(world: FaultWorld) -> Iterator[None]:
-    world.nothing_is_held()
+    world.check_idle()
     yield
     world.end_sidecars()
-    world.nothing_is_held()
+    world.check_idle()
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -41,11 +41,13 @@ def test_requests_that_wait_for_an_answer(world: FaultWorld, together: bool) -> 
     sidecar.suspend()
     before = world.count("waits_timed_out")
     assert world.outputs(together=together) == world.expected
-    # Once it is over, a request that is asked for again is cut again.
+    # Afterwards, the same request is truncated again.
     assert world.count("waits_timed_out") - before >= len(PROMPTS)
-    assert world.engine.held()["scheduler"]["store_connected"], "it never counted as hung"
+    assert world.engine.state()["scheduler"]["store_connected"], (
+        "it never counted as not responding"
+    )
     sidecar.resume()
-    world.nothing_is_held()
+    world.check_idle()
     world.nothing_is_leased(sidecar)
 
 
@@ -57,9 +59,9 @@ def test_a_load_under_way(world: FaultWorld) -> None:
     assert world.ending() == world.expected[:1]
     assert world.count("loads_timed_out") - before["loads_timed_out"] == 1
     assert world.count("blocks_failed") - before["blocks_failed"] == 6
-    assert world.engine.held()["worker"]["store_connected"], "it never counted as hung"
+    assert world.engine.state()["worker"]["store_connected"], "it never counted as not responding"
     sidecar.resume()
-    world.nothing_is_held()
+    world.check_idle()
     world.nothing_is_leased(sidecar)
 
 
@@ -67,11 +69,11 @@ def test_a_tier_that_hangs_below_a_sidecar_that_does_not(world: FaultWorld) -> N
     config = '[[tiers]]\nkind = "faulty.hanging"\n'
     sidecar = world.sidecar("--l2", "64MiB", "--slot-bytes", "128KiB", config=config)
     assert world.outputs() == world.expected
-    world.nothing_is_held()
+    world.check_idle()
     for path in ("/v1/flush", "/v1/clear?tier=l2"):
         sidecar.post(path)
     before = world.count("waits_timed_out")
     assert world.outputs() == world.expected
     assert world.count("waits_timed_out") > before
-    world.nothing_is_held()
-    sidecar.kill()  # as it would wait for its reads
+    world.check_idle()
+    sidecar.kill()  # it would wait for its reads

@@ -1,7 +1,7 @@
-"""Every fault of the store leaves vLLM's output what it is without a store, and ends no engine.
+"""With every fault of the store, vLLM's output is that without a store, and no engine ends.
 
-Sidecars come and go: first none, then a good one, a hung one, one that is killed, a tiny one, one
-whose tier claims what it has not.
+The sidecars: first none, then a good one, a hung one, a killed one, a tiny one, and one whose tier
+claims blocks that it does not have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.time
 
 PREFETCH = {"policy": "wait_complete", "max_wait": 3000, "min_load_tokens": 0}
 LOADS_MAX = 2
-"""Times that one request may ask for slots it does not get."""
+"""Maximum number of loads of one request that get no slots."""
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,10 @@ def world(
 
 @pytest.fixture(autouse=True)
 def _idle_before_and_after(world: FaultWorld) -> Iterator[None]:
-    world.nothing_is_held()
+    world.check_idle()
     yield
     world.end_sidecars()
-    world.nothing_is_held()
+    world.check_idle()
 
 
 def test_a_sidecar_that_comes_late_is_used(world: FaultWorld) -> None:
@@ -66,7 +66,7 @@ def test_a_sidecar_killed_while_a_request_waits_for_it(world: FaultWorld, wait_s
     sidecar = world.sidecar()
     assert world.outputs() == world.expected
     assert world.engine.ask("reset")["reset"]
-    sidecar.suspend()  # so that it is surely in the middle of something
+    sidecar.suspend()  # so that an operation is surely under way
     world.engine.send("generate", prompts=PROMPTS, tokens=8, together=True)
     time.sleep(wait_s)
     sidecar.kill()
@@ -86,13 +86,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MiB."""
     command = ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("needs the right to mount a file system")
+        pytest.skip("needs permission to mount a file system")
     yield tmp_path
     subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
 def test_a_disk_without_room_and_then_with_room(world: FaultWorld, small_disk: Path) -> None:
-    """L2 is too small for the prompts, so blocks go on to the disk, or are lost."""
+    """L2 is too small for the prompts, so blocks are on disk, or dropped."""
     disk = ("--disk", str(small_disk / "kv"), "--disk-capacity", "16MiB")
     sidecar = world.sidecar("--l2", "2MiB", "--slot-bytes", "128KiB", *disk)
     with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
@@ -106,7 +106,7 @@ def test_a_disk_without_room_and_then_with_room(world: FaultWorld, small_disk: P
     before = world.count("blocks_loaded")
     for _ in range(2):
         assert world.outputs() == world.expected
-        world.nothing_is_held()
+        world.check_idle()
     wait_until(lambda: sidecar.stats()["tiers"]["disk"]["writes"] > 0, "writes succeed")
     assert world.count("blocks_loaded") > before
     world.nothing_is_leased(sidecar)
@@ -122,35 +122,35 @@ def test_a_tier_without_room(world: FaultWorld) -> None:
 
 
 @pytest.mark.parametrize("broken", [True, False])
-def test_a_tier_that_claims_what_it_has_not(world: FaultWorld, broken: bool) -> None:
+def test_a_tier_that_claims_missing_blocks(world: FaultWorld, broken: bool) -> None:
     kind = 'kind = "faulty.claiming"'
     sidecar = world.sidecar(
         "--l2", "2MiB", "--slot-bytes", "128KiB",
         config=f"[[tiers]]\n{kind}\nbroken = {str(broken).lower()}\n",
     )  # fmt: skip
-    before = world.engine.held()["scheduler"]
+    before = world.engine.state()["scheduler"]
     for _ in range(2):
         assert world.outputs() == world.expected
-    after = world.engine.held()["scheduler"]
-    asked = 2 * len(PROMPTS)
-    assert asked <= after["lookups"] - before.get("lookups", 0) <= LOADS_MAX * asked
+    after = world.engine.state()["scheduler"]
+    requests = 2 * len(PROMPTS)
+    assert requests <= after["lookups"] - before.get("lookups", 0) <= LOADS_MAX * requests
     loads = after["loads"] - before.get("loads", 0)
-    assert 0 < loads <= LOADS_MAX * asked, "tried, and not for ever"
+    assert 0 < loads <= LOADS_MAX * requests, "tried, but not forever"
     assert sidecar.stop() == 0
 
 
-def test_a_request_given_up_while_it_waits_for_an_answer(world: FaultWorld) -> None:
+def test_a_request_aborted_while_it_waits_for_an_answer(world: FaultWorld) -> None:
     sidecar = world.sidecar()
     assert world.outputs() == world.expected
     assert world.engine.ask("reset")["reset"]
     sidecar.suspend()
     name = world.engine.ask("add", prompt=PROMPTS[0])["name"]
     world.engine.ask("step")
-    assert world.engine.held()["scheduler"]["requests_waiting"] == 1
+    assert world.engine.state()["scheduler"]["requests_waiting"] == 1
     world.engine.ask("abort", name=name)
-    held = world.engine.held()["scheduler"]
-    assert (held["requests_waiting"], held["requests_tracked"]) == (0, 0)
-    world.nothing_is_held()
+    state = world.engine.state()["scheduler"]
+    assert (state["requests_waiting"], state["requests_tracked"]) == (0, 0)
+    world.check_idle()
     sidecar.resume()
     world.nothing_is_leased(sidecar)
 
@@ -163,15 +163,15 @@ def test_a_load_under_way(world: FaultWorld, what: str) -> None:
     name = world.load_under_way(sidecar)
     if what == "given up":
         world.engine.ask("abort", name=name)
-        held = world.engine.held()
-        assert held["free_blocks"] < held["blocks"] - 1, "still to be written to"
+        state = world.engine.state()
+        assert state["free_blocks"] < state["blocks"] - 1, "still to be written to"
         sidecar.resume()
     else:
         if what == "killed":
             sidecar.kill()
         assert world.ending() == world.expected[:1]
         assert world.count("blocks_failed") - failed == 6
-    world.nothing_is_held()
+    world.check_idle()
     if what != "killed":
         sidecar.resume()
         world.nothing_is_leased(sidecar)

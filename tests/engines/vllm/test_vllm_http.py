@@ -1,5 +1,5 @@
-"""vLLM's OpenAI-compatible server over HTTP with the README's one flag and nothing else set: two
-users, blocks from L2 and from disk."""
+"""vLLM's OpenAI-compatible server over HTTP with only the flag of the README: two users, blocks
+from L2 and from disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from vllm_rig import (
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
 TRIES_MAX = 20
-"""Of the default policy, which computes what a busy machine does not bring in time."""
+"""Maximum number of attempts with the default policy, which computes blocks that a busy machine
+does not load in time."""
 
 
 class Server:
@@ -77,7 +78,7 @@ class Server:
             return found
 
     def complete(self, prompt: list[int], salt: str) -> tuple[str, int]:
-        """The text, and how many tokens of the prompt were cached."""
+        """The text, and the number of cached prompt tokens."""
         body = {
             "model": None, "prompt": prompt, "max_tokens": 8, "temperature": 0,
             "ignore_eos": True, "cache_salt": salt,
@@ -88,7 +89,7 @@ class Server:
         return answer["choices"][0]["text"], details.get("cached_tokens") or 0
 
     def cached_from(self, source: str) -> float:
-        """Tokens of prompts so far that came from there, as vLLM tells it."""
+        """Cached prompt tokens of this source so far, from vLLM's metrics."""
         lines = self.ask("/metrics").decode().splitlines()
         of_source = [line for line in lines if f'source="{source}"' in line]
         name = "vllm:prompt_tokens_cached_by_source_total"
@@ -113,7 +114,7 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
     disk = ("--disk", str(folder / "disk"), "--disk-capacity", "512MiB")
     made = Sidecar(folder, "--l2", "32MiB", "--slot-bytes", "128KiB", *disk)
     yield made
-    assert made.stop() == 0, "leases that did not come back"
+    assert made.stop() == 0, "leases were not released"
 
 
 @pytest.fixture(scope="module")

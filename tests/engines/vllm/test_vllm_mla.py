@@ -1,5 +1,5 @@
-"""Latent attention (MLA), by a tiny DeepSeek-V2. On a CPU vLLM keeps no prefix cache of its own for
-it, so whatever is cached here came from the store."""
+"""Latent attention (MLA), with a tiny DeepSeek-V2. On a CPU vLLM has no prefix cache for it, so all
+cached tokens here come from the store."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from kvstore.blocks.key import Namespace
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.timeout(1500)]
 
 BLOCK = 16
-"""The only one of vLLM's MLA on a CPU."""
+"""The only block size of vLLM's MLA on a CPU."""
 WELL_ROTATED = {"custom_ops": ["-rotary_embedding"]}
-"""vLLM 0.32's rotary kernel for CPUs takes MLA's strided tensors for dense ones, so that positions
-come out wrong, otherwise for a whole prompt than for its end. This is vLLM's other way to compute
-them, which says what transformers' DeepSeek-V2 says."""
+"""vLLM 0.32's rotary kernel for CPUs treats MLA's strided tensors as dense. Positions are wrong,
+and different for a whole prompt and for its end. This selects vLLM's other implementation, whose
+output equals that of transformers' DeepSeek-V2."""
 PROMPTS = [tokens(number, length) for number, length in enumerate((15, 33, 97, 200, 333, 480))]
 
 
@@ -70,7 +70,7 @@ def world(
     yield made
     for engine in engines:
         engine.ask("stop")
-    assert made.sidecar.stop() == 0, "leases that did not come back"
+    assert made.sidecar.stop() == 0, "leases were not released"
 
 
 def exact(prompts: list[list[int]]) -> list[int]:
@@ -80,17 +80,17 @@ def exact(prompts: list[list[int]]) -> list[int]:
 
 def saved(engine: Engine) -> None:
     assert engine.ask("settle")["requests"] == 0
-    wait_until(lambda: engine.held()["worker"]["saves_under_way"] == 0, "saves end")
+    wait_until(lambda: engine.state()["worker"]["saves_under_way"] == 0, "saves end")
 
 
 def test_latents_are_reused_and_ranks_share_them(world: World) -> None:
-    """Every rank computes the same latent: one keeps it for all, however many there are."""
+    """Every rank computes the same latent, so all ranks share one block."""
     a, b = world.a, world.b
     cold = a.generate(PROMPTS, tokens=8)
     assert cached(cold) == [0] * len(PROMPTS)
     saved(a)
-    held = sum((len(prompt) + 8 - 1) // BLOCK for prompt in PROMPTS)  # the last is never input
-    assert world.blocks == held
+    stored = sum((len(prompt) + 8 - 1) // BLOCK for prompt in PROMPTS)  # the last is never input
+    assert world.blocks == stored
     again = a.generate(PROMPTS, tokens=8)
     world.start(b)
     warm = b.generate(PROMPTS, tokens=8)
@@ -106,7 +106,7 @@ def test_latents_are_reused_and_ranks_share_them(world: World) -> None:
     other = [tokens(50, 300)]
     cold = b.generate(other, tokens=8)
     saved(b)
-    assert world.blocks == held + (300 + 8 - 1) // BLOCK
+    assert world.blocks == stored + (300 + 8 - 1) // BLOCK
     warm = a.generate(other, tokens=8)
     assert cached(warm) == exact(other)
     check_same(warm, cold)

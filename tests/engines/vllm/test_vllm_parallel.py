@@ -1,4 +1,4 @@
-"""Tensor parallelism: two ranks, each a process with a part of the KV heads of its own."""
+"""Tensor parallelism: two ranks, each a process with its part of the KV heads."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def world(
 def sidecar(world: FaultWorld) -> Iterator[Sidecar]:
     yield world.sidecar()
     world.end_sidecars()
-    world.nothing_is_held()
+    world.check_idle()
 
 
 def parts(world: FaultWorld) -> list[Namespace]:
@@ -65,13 +65,13 @@ def zeros(sidecar: Sidecar, prompt: Sequence[int], namespaces: Sequence[Namespac
 def test_ranks_reuse_what_ranks_computed(
     world: FaultWorld, sidecar: Sidecar, engines: tuple[Engine, Engine]
 ) -> None:
-    """Again in the same engine, and in others: one of two ranks, and one that shares nothing."""
+    """Again in the same engine and in others: one with two ranks, and one that shares nothing."""
     a, b = engines
     prompts = [tokens(10 + number, length) for number, length in enumerate((31, 64, 200, 333, 500))]
     cold = a.generate(prompts, tokens=8)
     assert cached(cold) == [0] * len(prompts)
     own = a.generate(prompts, tokens=8)
-    world.nothing_is_held()
+    world.check_idle()
     blocks = sum((len(prompt) + 8 - 1) // BLOCK for prompt in prompts)  # the last is never input
     assert sidecar.stats()["l2"]["slots_ready"] == RANKS * blocks
     assert a.ask("reset")["reset"]
@@ -84,14 +84,14 @@ def test_ranks_reuse_what_ranks_computed(
     for found in (again, warm):
         assert cached(found) == cached(own) == [full_blocks(prompt) for prompt in prompts]
         assert differences(found, own) == []
-    assert cached(alone) == [0] * len(prompts), "the heads of one rank are not those of two"
+    assert cached(alone) == [0] * len(prompts), "one rank has other heads than two ranks"
     for found in (cold, own):
         check_same(found, alone)
 
 
 def test_a_block_that_one_rank_lacks_is_computed(world: FaultWorld, sidecar: Sidecar) -> None:
-    """Zeros under a valid checksum: of one rank nobody reads them, of both they change the output,
-    so the test sees KV at all."""
+    """Zeros with a valid checksum: with one rank's block they are not read; with both ranks' blocks
+    they change the output, so the test depends on the KV."""
     prompt, other = tokens(20, 200), tokens(21, 200)
     zeros(sidecar, prompt, parts(world)[1:])
     zeros(sidecar, other, parts(world))
@@ -114,8 +114,8 @@ def test_a_load_under_way(world: FaultWorld, sidecar: Sidecar, what: str) -> Non
     name = world.load_under_way(sidecar)
     if what == "given up":
         world.engine.ask("abort", name=name)
-        held = world.engine.held()
-        assert held["free_blocks"] < held["blocks"] - 1, "still to be written to"
+        state = world.engine.state()
+        assert state["free_blocks"] < state["blocks"] - 1, "still to be written to"
         sidecar.resume()
     else:
         if what == "killed":
@@ -123,12 +123,12 @@ def test_a_load_under_way(world: FaultWorld, sidecar: Sidecar, what: str) -> Non
         assert world.ending() == world.expected[:1]
         grown = [world.count(name) - before[name] for name in names]
         assert grown == [RANKS * 6, RANKS if what == "hung" else 0]
-    world.nothing_is_held()
+    world.check_idle()
     if what == "hung":
         sidecar.resume()
     if what != "killed":
         assert world.outputs() == world.expected
-        world.nothing_is_held()
+        world.check_idle()
         world.nothing_is_leased(sidecar)
 
 
@@ -139,7 +139,7 @@ def test_requests_that_wait_for_an_answer(world: FaultWorld, sidecar: Sidecar) -
     assert world.outputs(together=True) == world.expected
     assert world.count("waits_timed_out") - before >= len(PROMPTS)
     sidecar.resume()
-    world.nothing_is_held()
+    world.check_idle()
     world.nothing_is_leased(sidecar)
 
 

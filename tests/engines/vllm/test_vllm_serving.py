@@ -1,5 +1,5 @@
 """Two nodes' sidecars joined by Valkey or S3; prompt embeddings; models of several KV groups; an
-engine over a store of its own; a sidecar that follows vLLM's events."""
+engine with an embedded store; a sidecar that follows vLLM's events."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_two_nodes_joined_by_a_shared_tier(
     assert [node.stop() for node in nodes] == [0, 0]
 
 
-def test_an_engine_over_a_store_of_its_own(model: Path, tmp_path: Path, engine: Engine) -> None:
+def test_an_engine_with_an_embedded_store(model: Path, tmp_path: Path, engine: Engine) -> None:
     transfer = patient("", embedded={"l2": "8MiB", "disk": str(tmp_path / "disk")})
     prompt = tokens(20, 200)
     for round_ in range(2):
@@ -103,7 +103,7 @@ def test_an_engine_over_a_store_of_its_own(model: Path, tmp_path: Path, engine: 
     engine.ask("stop")
 
 
-def test_several_kv_groups_are_refused_in_one_line_and_kept_as_one_group(
+def test_several_kv_groups_are_rejected_in_one_line_and_work_as_one_group(
     tmp_path: Path, sidecar: Sidecar, engines: tuple[Engine, Engine]
 ) -> None:
     engine = engines[0]
@@ -129,7 +129,7 @@ def test_several_kv_groups_are_refused_in_one_line_and_kept_as_one_group(
         engine.ask("stop")
 
 
-def test_prompt_embeddings_are_known_by_their_values(
+def test_prompt_embeddings_are_identified_by_their_values(
     model: Path, sidecar: Sidecar, engine: Engine
 ) -> None:
     transfer = patient(sidecar.socket)
@@ -143,7 +143,7 @@ def test_prompt_embeddings_are_known_by_their_values(
     engine.ask("stop")
 
 
-def test_a_sidecar_follows_what_vllm_holds(model: Path, tmp_path: Path, engine: Engine) -> None:
+def test_a_sidecar_follows_the_cache_of_vllm(model: Path, tmp_path: Path, engine: Engine) -> None:
     port = redis_rig.free_port()
     own_port = redis_rig.free_port()
     here, own = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{own_port}"
@@ -166,11 +166,11 @@ def test_a_sidecar_follows_what_vllm_holds(model: Path, tmp_path: Path, engine: 
 
     expected = {here: {"GPU": 6}, own: {"CPU": 6}}
     found: dict[str, dict[str, int]] = {}
-    for seed in range(100):  # until the subscription has arrived, events go to nobody
+    for seed in range(100):  # events before the subscription are lost
         prompt = tokens(500 + seed, 200)
         engine.generate([prompt], tokens=2)
         engine.ask("settle")
-        time.sleep(0.2)  # longer than the sidecar gathers what it publishes
+        time.sleep(0.2)  # longer than the sidecar batches its events
         found = runs(prompt)
         if found == expected:
             break

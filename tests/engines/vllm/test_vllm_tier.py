@@ -1,5 +1,5 @@
-"""The tier in vLLM's native tiering, in real engines: what one computes, others reuse, and the
-output is what vLLM's own cache gives, bit for bit."""
+"""The tier in vLLM's native tiering, in real engines: engines reuse the blocks of others, and the
+output is that of vLLM's own cache, bit for bit."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def world(
 
 
 def by_source(engine: Engine) -> dict[str, int]:
-    """Cached tokens of prompts so far, by where they came from, as vLLM tells it."""
+    """Cached prompt tokens so far by source, from vLLM's metrics."""
     metrics = engine.ask("metrics")["metrics"]
     name = "vllm:prompt_tokens_cached_by_source"
     return {source: int(metrics.get(f"{name}{{{source}}}", 0)) for source in SOURCES}
 
 
-def from_the_pool(asked: list[list[int]]) -> int:
-    """Tokens of blocks that the first of two prompts brought into vLLM's host pool, and that the
-    second wants from there: the last ones of prompts that end with a block."""
-    pairs = zip(asked[::2], asked[1::2], strict=True)
+def from_the_pool(batch: list[list[int]]) -> int:
+    """Tokens of blocks that the first of two prompts loaded into vLLM's host pool and the second
+    one loads from there: the last blocks of prompts that end with a block."""
+    pairs = zip(batch[::2], batch[1::2], strict=True)
     return sum(
         BLOCK for one, other in pairs if not len(other) % BLOCK and one[: len(other)] == other
     )
 
 
 def reused(world: TierWorld, own: list[dict[str, Any]], *, from_disk: bool) -> None:
-    """Engine B, with nothing of its own, has every whole unit of all prompts from the store."""
+    """Engine B, whose caches are empty, loads every full block of all prompts from the store."""
     before, reads, stats = by_source(world.b), world.disk_reads(), counts(world.b)
     found = world.b.generate(PROMPTS, tokens=4)
     assert cached(found) == exact(PROMPTS)
@@ -68,7 +68,7 @@ def reused(world: TierWorld, own: list[dict[str, Any]], *, from_disk: bool) -> N
     assert {name: count for name, count in grown.items() if count} == {
         "device": device,
         "host": pool,
-        "disk": loaded,  # which is what vLLM calls whatever comes from a tier
+        "disk": loaded,  # vLLM's name for all blocks from a tier
     }
     after = counts(world.b)
     assert after["blocks_loaded"] - stats.get("blocks_loaded", 0) == loaded // BLOCK
@@ -102,10 +102,10 @@ def test_b_reuses_what_a_computed_then_again_from_disk_and_after_a_restart(
     reused(world, own, from_disk=True)
 
 
-def test_what_fixes_the_bytes_of_units_keeps_engines_apart(
+def test_engines_whose_blocks_have_other_bytes_share_nothing(
     world: TierWorld, tmp_path: Path
 ) -> None:
-    """Other weights under the same name, another dtype, other units."""
+    """Other weights under the same name, another dtype, other offloaded blocks."""
     prompt = tokens(90, 300)
     world.start(world.a)
     world.a.generate([prompt], tokens=4)
@@ -125,7 +125,9 @@ def test_what_fixes_the_bytes_of_units_keeps_engines_apart(
     assert cached(world.b.generate([prompt], tokens=4)) == [full_blocks(prompt)]
 
 
-def test_a_cache_salt_and_an_adapter_keep_requests_apart(world: TierWorld, tmp_path: Path) -> None:
+def test_requests_with_other_salts_or_adapters_share_nothing(
+    world: TierWorld, tmp_path: Path
+) -> None:
     prompt = tokens(91, 300)
     adapters = []
     for number in (1, 2):
@@ -144,85 +146,87 @@ def test_a_cache_salt_and_an_adapter_keep_requests_apart(world: TierWorld, tmp_p
     warm = [found for way in ways for found in world.b.generate([prompt], tokens=8, **way)]
     assert cached(warm) == [full_blocks(prompt)] * len(ways)
     assert differences(warm, own) == []
-    assert len({tuple(found["tokens"]) for found in warm}) == 3, "the model's, and each adapter's"
+    assert len({tuple(found["tokens"]) for found in warm}) == 3, "the model and each adapter"
     assert cached(world.b.generate([prompt], tokens=8, salt="three")) == [0]
 
 
 def test_qwen3_in_bfloat16(world: TierWorld) -> None:
-    asked = prompts(7, 3)
+    batch = prompts(7, 3)
     world.start(world.a, "qwen3", dtype="bfloat16")
-    world.a.generate(asked, tokens=8)
-    own = world.a.generate(asked, tokens=8)
+    world.a.generate(batch, tokens=8)
+    own = world.a.generate(batch, tokens=8)
     settled(world.a)
     world.start(world.b, "qwen3", dtype="bfloat16")
-    warm = world.b.generate(asked, tokens=8)
-    assert cached(warm) == cached(own) == exact(asked)
+    warm = world.b.generate(batch, tokens=8)
+    assert cached(warm) == cached(own) == exact(batch)
     assert differences(warm, own) == []
 
 
-def test_two_blocks_per_unit(world: TierWorld) -> None:
-    asked = prompts(2, 6)
+def test_two_engine_blocks_per_offloaded_block(world: TierWorld) -> None:
+    batch = prompts(2, 6)
     option = {"blocks_per_chunk": 2}
     world.start(world.a, offloading=option)
-    cold = world.a.generate(asked, tokens=8)
+    cold = world.a.generate(batch, tokens=8)
     settled(world.a)
     world.start(world.b, offloading=option)
-    warm = world.b.generate(asked, tokens=8)
+    warm = world.b.generate(batch, tokens=8)
     check_same(warm, cold)
-    # Of the second of a pair, B itself has the blocks it shares with the first; and less than a
-    # unit beyond these is not asked for.
-    assert cached(warm)[::2] == exact(asked, 2 * BLOCK)[::2]
-    assert cached(warm)[1::2] == of_vllm(asked)[1::2]
+    # Of the second of a pair, B has the blocks that it shares with the first. Less than an
+    # offloaded block beyond these is not looked up.
+    assert cached(warm)[::2] == exact(batch, 2 * BLOCK)[::2]
+    assert cached(warm)[1::2] == of_vllm(batch)[1::2]
 
 
 def test_two_groups_of_a_hybrid_model(world: TierWorld) -> None:
-    asked = prompts(3, 6)
+    batch = prompts(3, 6)
     world.start(world.a, "gemma3_text")
-    world.a.generate(asked, tokens=8)
-    own = world.a.generate(asked, tokens=8)
+    world.a.generate(batch, tokens=8)
+    own = world.a.generate(batch, tokens=8)
     settled(world.a)
     world.start(world.b, "gemma3_text")
     assert world.b.ask("tier")["groups"] == 2
-    warm = world.b.generate(asked, tokens=8)
-    assert cached(warm) == cached(own) == [full_blocks(prompt) for prompt in asked]
+    warm = world.b.generate(batch, tokens=8)
+    assert cached(warm) == cached(own) == [full_blocks(prompt) for prompt in batch]
     assert differences(warm, own) == []
     saved, loaded = counts(world.a)["blocks_saved"], counts(world.b)
-    # Each unit of a prompt's full attention, and of its sliding windows more than none.
-    assert saved > sum(exact(asked)[::2]) // BLOCK
+    # Every block of full attention, and some of the sliding windows.
+    assert saved > sum(exact(batch)[::2]) // BLOCK
     assert (loaded["blocks_loaded"], loaded["blocks_failed"]) == (saved, 0)
 
 
 def test_two_nodes_joined_by_valkey(world: TierWorld, tmp_path: Path) -> None:
     server = redis_rig.Server(tmp_path / "valkey", redis_rig.valkey_binary())
     config = f'[[tiers]]\nkind = "redis"\nurl = "redis://{server.address}"\n'
-    asked = prompts(10, 3)
+    batch = prompts(10, 3)
     nodes = []
     for name, engine in (("one", world.a), ("two", world.b)):
         (tmp_path / name).mkdir()
-        nodes.append(Sidecar(tmp_path / name, "--l2", "32MiB", "--slot-bytes", "256KiB", config=config))
+        nodes.append(
+            Sidecar(tmp_path / name, "--l2", "32MiB", "--slot-bytes", "256KiB", config=config)
+        )
         world.start(engine, table=our_tier(nodes[-1].socket, **PATIENT_TIER))
-    world.a.generate(asked, tokens=8)
-    own = world.a.generate(asked, tokens=8)
+    world.a.generate(batch, tokens=8)
+    own = world.a.generate(batch, tokens=8)
     settled(world.a)
     only_below(nodes[0])
-    warm = world.b.generate(asked, tokens=8)
-    assert cached(warm) == exact(asked)
+    warm = world.b.generate(batch, tokens=8)
+    assert cached(warm) == exact(batch)
     assert differences(warm, own) == []
     for engine in (world.a, world.b):
         engine.ask("stop")
     assert [node.stop() for node in nodes] == [0, 0]
 
 
-def test_a_store_of_its_own_over_a_disk(world: TierWorld) -> None:
-    asked = prompts(4, 3)
+def test_an_embedded_store_over_a_disk(world: TierWorld) -> None:
+    batch = prompts(4, 3)
     table = {"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm", "max_wait": 20_000}
     disk = str(world.folder / "own")
     table["embedded"] = {"l2": "8MiB", "disk": disk, "disk_capacity": "256MiB"}
     world.start(world.a, table=table)
-    world.a.generate(asked, tokens=8)
-    own = world.a.generate(asked, tokens=8)
+    world.a.generate(batch, tokens=8)
+    own = world.a.generate(batch, tokens=8)
     settled(world.a)
-    world.start(world.a, table=table)  # ends the first, which writes what is queued
-    warm = world.a.generate(asked, tokens=8)
-    assert cached(warm) == exact(asked)
+    world.start(world.a, table=table)  # ends the first engine, which writes its queued blocks
+    warm = world.a.generate(batch, tokens=8)
+    assert cached(warm) == exact(batch)
     assert differences(warm, own) == []

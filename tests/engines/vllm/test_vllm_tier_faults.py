@@ -1,5 +1,5 @@
-"""The tier in vLLM's native tiering when its sidecar, or the engine, fails: the output is that of a
-vLLM without kvstore, and nothing waits or is tried without end."""
+"""The tier in vLLM's native tiering when its sidecar or the engine fails: the output is that of a
+vLLM without kvstore, and no request waits or retries forever."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, needs_vllm(), pytest.mark.time
 PROMPTS = prompts(5, 3)
 ENOUGH = ("--l2", "32MiB", "--slot-bytes", "256KiB")
 UNIT_BYTES = 131_072
-"""A row of vLLM's host pool for the tiny Llama: its KV of a block."""
+"""Bytes of a row of vLLM's host pool for the tiny Llama: the KV of a block."""
 NEVER_HUNG = {"response_timeout": 600_000}
-"""No silence counts as a hang: only deadlines end waits."""
+"""Only max_wait ends a wait: a hung sidecar does not count as not responding."""
 
 
 class FaultyWorld(TierWorld):
-    """And what a plain vLLM says to the prompts."""
+    """A TierWorld with the results of a plain vLLM."""
 
     def __init__(self, folder: Path, engines: tuple[Engine, Engine]) -> None:
         super().__init__(folder, engines)
         self.expected = self.plain(self.a, PROMPTS, tokens=8)
 
     def check(self, engine: Engine) -> None:
-        """The right output, with vLLM's own caches empty at first."""
+        """Check the output. vLLM's own caches are empty at first."""
         assert engine.ask("reset", connector=True)["reset"]
         results = engine.generate(PROMPTS, tokens=8)
         assert {result["finish"] for result in results} == {"length"}
@@ -50,15 +50,15 @@ class FaultyWorld(TierWorld):
         settled(engine)
 
     def load_under_way(self, engine: Engine, sidecar: Sidecar) -> None:
-        """A request for the first prompt, whose units the sidecar holds. It is suspended after it
-        has said so, before it is asked for them."""
+        """Start a request for the first prompt, whose blocks the sidecar has. The sidecar is
+        suspended after its answer to the lookup, before the load."""
         assert engine.ask("reset", connector=True)["reset"]
         engine.ask("add", prompt=PROMPTS[0])
         engine.ask("step")
-        wait_until(lambda: counts(engine)["answered"], "the answer lies here")
+        wait_until(lambda: counts(engine)["lookup_batches_done"], "the answer has arrived")
         sidecar.suspend()
         engine.ask("step")
-        assert counts(engine)["busy"], "units on their way"
+        assert counts(engine)["busy"], "blocks in flight"
 
     def ending(self, engine: Engine) -> list[Any]:
         ended: list[Any] = []
@@ -80,7 +80,7 @@ def world(
 
 @pytest.fixture
 def new_sidecar(tmp_path: Path) -> Iterator[Callable[..., Sidecar]]:
-    """Makes sidecars; those that a failed test leaves are killed."""
+    """Starts sidecars, and kills those that a failed test left."""
     made: list[Sidecar] = []
 
     def make(*options: str, config: str = "") -> Sidecar:
@@ -99,21 +99,21 @@ def sidecar(new_sidecar: Callable[..., Sidecar], tmp_path: Path) -> Sidecar:
 
 
 def test_a_store_without_room(world: FaultyWorld, new_sidecar: Callable[..., Sidecar]) -> None:
-    """Four slots for prompts of many units."""
+    """Four slots for prompts of many blocks."""
     sidecar = new_sidecar("--l2", "1MiB", "--slot-bytes", "256KiB")
     world.start(world.a, table=our_tier(sidecar.socket))
     for _ in range(2):
         world.check(world.a)
-    assert counts(world.a)["blocks_saved"] > 4, "they have driven each other out"
+    assert counts(world.a)["blocks_saved"] > 4, "they have evicted one another"
     world.a.ask("stop")
     assert sidecar.stop() == 0
 
 
 @pytest.mark.parametrize("fault", ["hung", "killed"])
-def test_a_sidecar_that_fails_while_units_are_loaded(
+def test_a_sidecar_that_fails_during_a_load(
     world: FaultyWorld, sidecar: Sidecar, fault: str
 ) -> None:
-    world.start(world.a, table=our_tier(sidecar.socket, deadline_ms=1000))
+    world.start(world.a, table=our_tier(sidecar.socket, max_wait=1000))
     world.check(world.a)
     before = counts(world.a)
     world.load_under_way(world.a, sidecar)
@@ -130,35 +130,33 @@ def test_a_sidecar_that_fails_while_units_are_loaded(
         assert sidecar.stop() == 0
 
 
-def test_no_request_waits_past_its_deadline(world: FaultyWorld, sidecar: Sidecar) -> None:
-    """For an answer, and for units."""
-    world.start(world.a, table=our_tier(sidecar.socket, deadline_ms=1000, **NEVER_HUNG))
+def test_no_request_waits_longer_than_max_wait(world: FaultyWorld, sidecar: Sidecar) -> None:
+    """Neither for an answer nor for blocks."""
+    world.start(world.a, table=our_tier(sidecar.socket, max_wait=1000, **NEVER_HUNG))
     world.check(world.a)
     world.load_under_way(world.a, sidecar)
     check_same(world.ending(world.a), world.expected[:1])
     settled(world.a)
     stats = counts(world.a)
     assert (stats["loads_timed_out"], stats["lookups_timed_out"]) == (1, 0)
-    assert stats["store_connected"], "it never counted as hung"
+    assert stats["store_connected"], "it never counted as not responding"
     sidecar.resume()
 
     settled(world.a)
-    only_below(sidecar)  # of what is in L2 an engine knows without asking
+    only_below(sidecar)  # the shared index shows the blocks in L2 without a message
     sidecar.suspend()
     world.check(world.a)
     stats = counts(world.a)
-    assert stats["lookups_timed_out"] == len(PROMPTS) // 2, "vLLM has what the others need"
+    assert stats["lookups_timed_out"] == len(PROMPTS) // 2, "vLLM has the blocks of the others"
     assert (stats["loads_timed_out"], stats["store_connected"]) == (1, True)
     sidecar.resume()
     world.a.ask("stop")
     assert sidecar.stop() == 0
 
 
-def test_a_reset_while_units_are_on_their_way_waits_for_them(
-    world: FaultyWorld, sidecar: Sidecar
-) -> None:
-    """vLLM asserts that no job is left, and hands the rows of its pool to others."""
-    world.start(world.a, table=our_tier(sidecar.socket, deadline_ms=1000, **NEVER_HUNG))
+def test_a_reset_waits_for_blocks_in_flight(world: FaultyWorld, sidecar: Sidecar) -> None:
+    """vLLM asserts that no job is left, and reuses the rows of its pool."""
+    world.start(world.a, table=our_tier(sidecar.socket, max_wait=1000, **NEVER_HUNG))
     world.check(world.a)
     world.load_under_way(world.a, sidecar)
     world.a.ask("reset", connector=True, settle=False)
@@ -171,8 +169,8 @@ def test_a_reset_while_units_are_on_their_way_waits_for_them(
     assert sidecar.stop() == 0
 
 
-def test_a_reset_forgets_what_was_saved_before(world: FaultyWorld, sidecar: Sidecar) -> None:
-    """As vLLM asks for it when weights are changed in place; so it is unless told otherwise."""
+def test_a_reset_hides_blocks_saved_before(world: FaultyWorld, sidecar: Sidecar) -> None:
+    """vLLM resets the pool when weights are changed in place; "forget" is the default."""
     table = our_tier(sidecar.socket, **PATIENT_TIER)
     forgetful = {name: value for name, value in table.items() if name != "on_reset"}
     firsts = PROMPTS[::2]
@@ -181,18 +179,18 @@ def test_a_reset_forgets_what_was_saved_before(world: FaultyWorld, sidecar: Side
     settled(world.a)
     world.a.ask("add", prompt=prompts(11, 1)[0], tokens=60)
     world.a.ask("step")
-    refused = counts(world.a)["blocks_dropped"]
+    dropped = counts(world.a)["blocks_dropped"]
     world.a.ask("reset", connector=True, settle=False)
     world.ending(world.a)
     settled(world.a)
-    assert counts(world.a)["blocks_dropped"] > refused, "of a request from before"
+    assert counts(world.a)["blocks_dropped"] > dropped, "blocks of a request from before"
     world.a.ask("reset")
     found = world.a.generate(firsts, tokens=8)
     assert cached(found) == [0] * len(firsts)
     check_same(found, world.expected[::2])
     settled(world.a)
     assert counts(world.a)["blocks_saved"] == 2 * sum(exact(firsts)) // 32
-    # What it saves from now on is its own.
+    # No other engine uses the blocks that it saves from now on.
     world.start(world.b, table=table)
     assert cached(world.b.generate(firsts, tokens=8)) == exact(firsts)
     for engine in (world.a, world.b):
@@ -201,31 +199,34 @@ def test_a_reset_forgets_what_was_saved_before(world: FaultyWorld, sidecar: Side
 
 
 @pytest.mark.parametrize("rows", [15, 14])
-def test_a_prefix_that_is_larger_than_vllms_pool_is_used_as_far_as_it_fits(
+def test_a_prefix_larger_than_vllms_pool_is_used_as_far_as_it_fits(
     world: FaultyWorld, sidecar: Sidecar, rows: int
 ) -> None:
-    """What is loaded last would drive out what was loaded first, round and round."""
-    units = 15
+    """The last load would evict the first one, again and again."""
+    blocks = 15
     table = our_tier(sidecar.socket, **PATIENT_TIER)
-    asked = [tokens(77, units * BLOCK + 5)]
+    batch = [tokens(77, blocks * BLOCK + 5)]
     world.start(world.a, table=table)
-    expected = world.a.generate(asked, tokens=8)
+    expected = world.a.generate(batch, tokens=8)
     settled(world.a)
     only_below(sidecar)
     world.start(world.b, table=table, offloading={"cpu_bytes_to_use": rows * UNIT_BYTES})
-    found = world.b.generate(asked, tokens=8)
+    found = world.b.generate(batch, tokens=8)
     settled(world.b)
     check_same(found, expected)
     assert cached(found) == [rows * BLOCK]
     stats = counts(world.b)
-    assert (stats["blocks_loaded"], stats.get("requests_truncated", 0)) == (rows, int(rows < units))
+    assert (stats["blocks_loaded"], stats.get("requests_truncated", 0)) == (
+        rows,
+        int(rows < blocks),
+    )
     for engine in (world.a, world.b):
         engine.ask("stop")
     assert sidecar.stop() == 0
 
 
 @pytest.mark.parametrize("broken", [True, False])
-def test_a_tier_that_claims_what_it_has_not_is_no_livelock(
+def test_a_tier_that_claims_missing_blocks_causes_no_livelock(
     world: FaultyWorld, new_sidecar: Callable[..., Sidecar], broken: bool
 ) -> None:
     config = f'[[tiers]]\nkind = "faulty.claiming"\nbroken = {str(broken).lower()}\n'
@@ -233,7 +234,7 @@ def test_a_tier_that_claims_what_it_has_not_is_no_livelock(
     world.start(world.b, table=our_tier(sidecar.socket))
     world.check(world.b)
     stats = counts(world.b)
-    assert 0 < stats["load_jobs"] <= sum(exact(PROMPTS)) // 32, "tried, and not for ever"
+    assert 0 < stats["load_jobs"] <= sum(exact(PROMPTS)) // 32, "tried, but not forever"
     assert 0 < stats["blocks_failed"] <= sum(exact(PROMPTS)) // 32
     world.b.ask("stop")
     assert sidecar.stop() == 0
@@ -246,7 +247,7 @@ def test_a_sidecar_that_is_absent_hung_or_killed_shows_in_vllms_metrics(
         found: dict[str, float] = world.a.ask("metrics")["metrics"]
         return found.get(f"vllm:kvstore_tier_{name}", 0)
 
-    world.start(world.a, table=our_tier(str(tmp_path / "kv.sock"), deadline_ms=500))
+    world.start(world.a, table=our_tier(str(tmp_path / "kv.sock"), max_wait=500))
     world.check(world.a)
     assert (metric("store_connected"), metric("blocks_saved")) == (0, 0)
     sidecar = new_sidecar(*ENOUGH)
@@ -275,12 +276,14 @@ def test_the_pool_of_a_killed_engine_is_removed_by_the_next(
     world.start(victim, prefix_caching_hash_algo="xxhash")
     victim.generate(PROMPTS[:1], tokens=2)
     victim.generate(PROMPTS[1:2], tokens=2)
-    assert victim.log.read_text().count("sha256_cbor is right") == 1, "nothing will be found again"
+    assert victim.log.read_text().count("use --prefix-caching-hash-algo sha256_cbor") == 1, (
+        "nothing will be found again"
+    )
     left = victim.host_pool()
     old = time.time() - 2 * STALE_S
     os.utime(left, (old, old))
     assert left not in find_stale_pools(), "an engine maps it"
     victim.kill()
-    wait_until(lambda: left in find_stale_pools(), "it is nobody's")
+    wait_until(lambda: left in find_stale_pools(), "no process maps it")
     world.start(world.b)
     assert not left.exists()

@@ -1,4 +1,4 @@
-"""vLLM's own offloading with our tier below it: a sidecar with a disk, and two engines."""
+"""vLLM's own offloading with KVStoreTier below it: a sidecar with a disk, and two engines."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class TierWorld:
         )
         self.a, self.b = engines
 
-    def plain(self, engine: Engine, asked: list[list[int]], **arguments: Any) -> list[Any]:
-        """What a vLLM without kvstore says."""
+    def plain(self, engine: Engine, batch: list[list[int]], **arguments: Any) -> list[Any]:
+        """The results of a vLLM without kvstore."""
         engine.start(self.models["llama"], num_gpu_blocks_override=1024, **HASH)
-        return engine.generate(asked, **arguments)
+        return engine.generate(batch, **arguments)
 
     def start(
         self,
@@ -50,7 +50,7 @@ class TierWorld:
         offloading: dict[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        """table: of our tier. offloading: further configuration of vLLM's. arguments: vLLM's."""
+        """table: of KVStoreTier. offloading: more of vLLM's configuration. arguments: of vLLM."""
         table = table or our_tier(self.sidecar.socket, **PATIENT_TIER)
         engine.start(
             self.models.get(str(model)) or Path(model),
@@ -64,7 +64,7 @@ class TierWorld:
         )
 
     def only_disk(self) -> None:
-        """Everything is on disk, and nowhere else but in the engines."""
+        """Write all blocks to disk and clear L2."""
         only_below(self.sidecar)
 
     def disk_reads(self) -> int:
@@ -74,18 +74,18 @@ class TierWorld:
         for engine in (self.a, self.b):
             engine.ask("stop")
         if self.sidecar.running:
-            assert self.sidecar.stop() == 0, "leases that did not come back"
+            assert self.sidecar.stop() == 0, "leases were not released"
 
 
 def only_below(sidecar: Sidecar) -> None:
-    """What it has is in the tiers below L2, and not in L2."""
+    """Write a sidecar's blocks to the tiers below L2, and clear L2."""
     for path in ("/v1/flush", "/v1/clear?tier=l2"):
         request = urllib.request.Request(f"{sidecar.url}{path}", method="POST")
         urllib.request.urlopen(request, timeout=LIMIT_S).close()
 
 
 def prompts(family: int, count: int) -> list[list[int]]:
-    """Pairs that share a beginning."""
+    """Pairs that share a prefix."""
     made = []
     for number in range(count):
         shared = tokens(5000 * family + number, 64 + 32 * (number % 5))
@@ -94,17 +94,17 @@ def prompts(family: int, count: int) -> list[list[int]]:
     return made
 
 
-def exact(asked: list[list[int]], unit: int = BLOCK) -> list[int]:
-    """Tokens of each prompt's whole units: vLLM's offloading loads the last one too, and then
-    computes the last token once more."""
-    return [len(prompt) // unit * unit for prompt in asked]
+def exact(batch: list[list[int]], block: int = BLOCK) -> list[int]:
+    """Tokens of each prompt's full offloaded blocks: vLLM's offloading also loads the last one, and
+    then computes the last token again."""
+    return [len(prompt) // block * block for prompt in batch]
 
 
-def of_vllm(asked: list[list[int]]) -> list[int]:
-    """Tokens of each prompt that vLLM's own cache has when it was empty at first: what the second
+def of_vllm(batch: list[list[int]]) -> list[int]:
+    """Tokens of each prompt in vLLM's own cache when it was empty at first: those that the second
     of two prompts shares with the first."""
     shared = []
-    for one, other in zip(asked[::2], asked[1::2], strict=True):
+    for one, other in zip(batch[::2], batch[1::2], strict=True):
         blocks = range(0, full_blocks(other) + 1, BLOCK)
         shared += [0, max(stop for stop in blocks if one[:stop] == other[:stop])]
     return shared
@@ -115,7 +115,7 @@ def settled(engine: Engine) -> None:
 
 
 def counts(engine: Engine) -> dict[str, Any]:
-    """What the tier counts."""
+    """The counts of the tier."""
     stats: dict[str, Any] = engine.ask("tier")["stats"]
     return stats
 

@@ -13,7 +13,7 @@ from pathlib import Path
 VOCABULARY = 512
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, INNER = 256, 4, 2, 64, 4, 512
 LATENT, ROTATED = 512, 64
-"""Of deepseek_v2: the only sizes that vLLM's MLA on a CPU knows."""
+"""Sizes of deepseek_v2: the only ones that vLLM's MLA on a CPU supports."""
 
 
 def config_of(family: str) -> dict[str, object]:
@@ -114,7 +114,7 @@ def write_model(folder: Path, family: str, seed: int) -> None:
 
 
 def write_adapter(folder: Path, seed: int, rank: int = 8) -> None:
-    """A LoRA adapter of the models above, strong enough to change what they say."""
+    """A LoRA adapter of the models above, strong enough to change their output."""
     import torch
     from safetensors.torch import save_file
 
@@ -139,12 +139,12 @@ def write_adapter(folder: Path, seed: int, rank: int = 8) -> None:
 
 
 AUDIO_TOKEN = 4
-"""Of the model that hears: the token that stands for a sound."""
+"""The token of the audio model that stands for a sound."""
 
 
 def write_hearing_model(folder: Path, seed: int) -> None:
-    """A Qwen2-Audio: a Whisper encoder, and a Qwen2. (vLLM's models that see import torchvision,
-    of which there is no build for CPUs here.)"""
+    """A Qwen2-Audio: a Whisper encoder and a Qwen2. (vLLM's vision models import torchvision, which
+    has no CPU build here.)"""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import Qwen2AudioConfig, Qwen2AudioEncoderConfig, Qwen2Config
@@ -164,7 +164,7 @@ def write_hearing_model(folder: Path, seed: int) -> None:
         audio_config=sound, text_config=text, audio_token_index=AUDIO_TOKEN, initializer_range=0.1
     )
     Qwen2Audio(config).save_pretrained(folder)
-    # This release of transformers says "model" once too often.
+    # This release of transformers has one "model" too many.
     weights = load_file(folder / "model.safetensors")
     weights = {name.replace(".model.model.", ".model."): each for name, each in weights.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -179,7 +179,7 @@ def write_hearing_model(folder: Path, seed: int) -> None:
 
 
 def write_tokenizer(folder: Path, special_words: Mapping[int, str] | None = None) -> None:
-    """Words t4, t5, ..., but for these."""
+    """Words t4, t5, ..., except these."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}

@@ -1,9 +1,9 @@
-"""A process with vLLM in it, driven line by line: a JSON command on stdin, a JSON answer on fd 3.
+"""A process with vLLM in it: one JSON command a line on stdin, one JSON answer on fd 3.
 
 {"do": "start", "args": {...}}     an engine (a former one is ended first)
 {"do": "generate", "prompts": [[...]], "salt": null, "tokens": 16, ...}
 {"do": "run", "requests": [...], "aborts": [...]}     by steps, with aborts
-{"do": "reset"}, {"do": "metrics"}, {"do": "held"}, {"do": "stop"}
+{"do": "reset"}, {"do": "metrics"}, {"do": "state"}, {"do": "stop"}
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Program:
         adapter: list[Any] | None = None,
         sound: int | None = None,
     ) -> dict[str, Any]:
-        """One after another, or all at once. adapter: name, number and folder of a LoRA. sound:
-        seed of a made-up sound, for prompts with a place for one."""
+        """Run prompts one after another, or together. adapter: name, number and folder of a LoRA.
+        sound: seed of a random sound, for prompts with a placeholder."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -76,17 +76,17 @@ class Program:
             logprobs=1,
             prompt_logprobs=prompt_logprobs,
         )
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         if salt is not None:
-            asked = [{**prompt, "cache_salt": salt} for prompt in asked]
+            inputs = [{**prompt, "cache_salt": salt} for prompt in inputs]
         if sound is not None:
-            asked = [{**prompt, "multi_modal_data": {"audio": noise(sound)}} for prompt in asked]
+            inputs = [{**prompt, "multi_modal_data": {"audio": noise(sound)}} for prompt in inputs]
         lora = None
         if adapter is not None:
             from vllm.lora.request import LoRARequest
 
             lora = LoRARequest(*adapter)
-        groups = [asked] if together else [[prompt] for prompt in asked]
+        groups = [inputs] if together else [[prompt] for prompt in inputs]
         results = []
         for group in groups:
             began_s = time.monotonic()
@@ -96,7 +96,7 @@ class Program:
         return {"results": results}
 
     def do_embeds(self, seed: int, length: int) -> dict[str, Any]:
-        """A prompt of made-up embeddings instead of tokens."""
+        """A prompt of random embeddings instead of tokens."""
         import torch
         from vllm import SamplingParams
 
@@ -109,7 +109,7 @@ class Program:
     def do_run(
         self, requests: list[dict[str, Any]], aborts: dict[str, int], within_s: float
     ) -> dict[str, Any]:
-        """Requests added at once, stepped by hand. aborts: request to the step it is aborted at."""
+        """Add requests at once and step by hand. aborts: request to the step of its abort."""
         from vllm import SamplingParams
 
         engine = self.llm.llm_engine
@@ -127,7 +127,7 @@ class Program:
         done: dict[str, Any] = {}
         end_s, steps = time.monotonic() + within_s, 0
         while engine.has_unfinished_requests():
-            assert time.monotonic() < end_s, "requests that never end"
+            assert time.monotonic() < end_s, "requests have not ended"
             for name, step in aborts.items():
                 if step == steps:
                     engine.abort_request([name])
@@ -138,7 +138,7 @@ class Program:
         return {"done": done, "steps": steps}
 
     def do_add(self, prompt: list[int], tokens: int = 8) -> dict[str, Any]:
-        """A request that `step` moves on; its name."""
+        """Add a request that `step` advances; returns its name."""
         from vllm import SamplingParams
 
         params = SamplingParams(
@@ -150,7 +150,7 @@ class Program:
         return {"name": name}
 
     def do_step(self, pause_s: float = 0.0) -> dict[str, Any]:
-        """One step, a pause for answers to arrive, and which requests have ended by then."""
+        """One step and a pause for answers; returns the requests that have ended."""
         ended = [told(each) for each in self.llm.llm_engine.step() if each.finished]
         time.sleep(pause_s)
         return {"ended": ended}
@@ -160,7 +160,7 @@ class Program:
         return {}
 
     def do_settle(self, limit_s: float = 10.0) -> dict[str, Any]:
-        """Step until the scheduler holds nothing of ended requests any more."""
+        """Step until the scheduler has no blocks of ended requests."""
         scheduler = self.scheduler
         end_s = time.monotonic() + limit_s
         while scheduler.has_requests() and time.monotonic() < end_s:
@@ -168,14 +168,14 @@ class Program:
         return {"requests": len(scheduler.requests)}
 
     def do_reset(self, connector: bool = False, settle: bool = True) -> dict[str, Any]:
-        """Empty vLLM's own cache; connector: and the host pool of its offloading. settle: once
-        nothing of ended requests is under way any more."""
+        """Reset vLLM's own cache. connector: also the host pool of its offloading. settle: first
+        wait until nothing of ended requests is under way."""
         if settle:
             self.do_settle()
         return {"reset": bool(self.llm.reset_prefix_cache(reset_connector=connector))}
 
     def do_metrics(self) -> dict[str, Any]:
-        """Sums over labels, and by source of those that have one: `name{disk}`."""
+        """Metrics summed over labels; those with a source also by source: `name{disk}`."""
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             value = getattr(metric, "value", None)
@@ -185,9 +185,8 @@ class Program:
                     found[name] = found.get(name, 0) + value
         return {"metrics": found}
 
-    def do_held(self) -> dict[str, Any]:
-        """What the connector's two sides hold (of several ranks their sum), and vLLM's free
-        blocks."""
+    def do_state(self) -> dict[str, Any]:
+        """Stats of the connector's two sides (summed over ranks), and vLLM's free blocks."""
         core = self.llm.llm_engine.engine_core.engine_core
         workers = core.model_executor.collective_rpc(worker_stats)
         connector = self.scheduler.connector
@@ -203,12 +202,12 @@ class Program:
         }
 
     def do_free(self) -> dict[str, Any]:
-        """vLLM's free blocks, of how many."""
+        """vLLM's free blocks and their total."""
         pool = self.scheduler.kv_cache_manager.block_pool
         return {"free_blocks": pool.get_num_free_blocks(), "blocks": pool.num_gpu_blocks}
 
     def do_tier(self) -> dict[str, Any]:
-        """What our tier counts, the fields of its namespace, and how many KV groups there are."""
+        """Counts of KVStoreTier, the fields of its namespace, and the number of KV groups."""
         (tier,) = self.scheduler.connector.connector_scheduler.manager.secondary_tiers
         return {
             "stats": tier.stats(),
@@ -226,7 +225,7 @@ class Program:
 
 
 def worker_stats(worker: Any) -> dict[str, Any]:
-    """Run in the process of each rank: what the connector's side there says."""
+    """Run in the process of each rank: stats of the connector's side there."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     stats: dict[str, Any] = get_kv_transfer_group()._worker.stats()
@@ -241,7 +240,7 @@ def noise(seed: int) -> Any:
 
 
 def told(output: Any) -> dict[str, Any]:
-    """Tokens, their log-probabilities, cached tokens, and why it ended."""
+    """Tokens, their log-probabilities, cached tokens, and the finish reason."""
     first = output.outputs[0]
     logprobs = [_first(step) for step in first.logprobs or []]
     prompt = [_first(step) for step in output.prompt_logprobs or []]

@@ -1,4 +1,4 @@
-"""Real vLLM engines and sidecars for tests, each in a process of its own."""
+"""Real vLLM engines and sidecars for tests, each in a separate process."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from kvstore.blocks.key import Namespace
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 LIMIT_S = 180.0
-"""A hang guard for tests, no measure."""
+"""A guard against hangs."""
 START_LIMIT_S = 600.0
-"""The same for an engine's start, which imports and inspects for minutes on a busy machine."""
+"""The same for an engine's start, whose imports take minutes on a busy machine."""
 BLOCK = 32
 
 
@@ -74,13 +74,13 @@ class Engine:
         self._answers = os.fdopen(here, "r")
 
     def ask(self, do: str, limit_s: float = LIMIT_S, **arguments: Any) -> dict[str, Any]:
-        """The answer to a command. AssertionError: it failed, or the process did."""
+        """The answer to a command. AssertionError: the command or the process failed."""
         answer = self.try_ask(do, limit_s, **arguments)
         assert "error" not in answer, f"{answer['error']}\n{self.tail()}"
         return answer
 
     def try_ask(self, do: str, limit_s: float = LIMIT_S, **arguments: Any) -> dict[str, Any]:
-        """Like `ask`; a failed command is {"error": ...}."""
+        """Like `ask`, but a failed command is {"error": ...}."""
         self.send(do, **arguments)
         return self.answer(limit_s)
 
@@ -98,16 +98,16 @@ class Engine:
         return found
 
     def start(self, model: Path, **arguments: Any) -> None:
-        """An engine of this model. Arguments: vLLM's own."""
+        """Start an engine of this model. arguments: of vLLM."""
         self.ask("start", START_LIMIT_S, args={"model": str(model), **arguments})
 
     def generate(self, prompts: Sequence[Sequence[int]], **arguments: Any) -> list[dict[str, Any]]:
-        asked = [list(prompt) for prompt in prompts]
-        results: list[dict[str, Any]] = self.ask("generate", prompts=asked, **arguments)["results"]
+        batch = [list(prompt) for prompt in prompts]
+        results: list[dict[str, Any]] = self.ask("generate", prompts=batch, **arguments)["results"]
         return results
 
-    def held(self) -> dict[str, Any]:
-        return self.ask("held")
+    def state(self) -> dict[str, Any]:
+        return self.ask("state")
 
     def host_pool(self) -> Path:
         """The file of its offloading's host pool, which it maps."""
@@ -132,7 +132,7 @@ class Engine:
 
 
 class Sidecar:
-    """`kvstore serve` in a process of its own."""
+    """`kvstore serve` in a separate process."""
 
     def __init__(self, folder: Path, *options: str, config: str = "") -> None:
         self.socket = str(folder / "kv.sock")
@@ -145,7 +145,7 @@ class Sidecar:
         self.start()
 
     def start(self) -> None:
-        """Start it (again), and wait until it takes clients."""
+        """Start it (again), and wait until it accepts clients."""
         log = (self._folder / "sidecar.log").open("a")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvstore", "serve", *self._arguments],
@@ -166,14 +166,14 @@ class Sidecar:
         return request_stats(self.socket, None)
 
     def post(self, path: str) -> bytes:
-        """The answer of its HTTP API."""
+        """Call its HTTP API."""
         request = urllib.request.Request(f"{self.url}{path}", method="POST")
         with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
             found: bytes = answer.read()
             return found
 
     def suspend(self) -> None:
-        """Its threads run on until the kernel has stopped the last of them, so wait for that."""
+        """Suspend it, and wait until the kernel has stopped the last of its threads."""
         os.kill(self._process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
@@ -185,7 +185,7 @@ class Sidecar:
         self._process.wait(LIMIT_S)
 
     def stop(self) -> int:
-        """Ask it to end; 0 when every lease had come back."""
+        """Stop it; returns 0 if every lease was released."""
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(LIMIT_S)
 
@@ -195,7 +195,7 @@ class Sidecar:
 
 
 def connector(socket: str, **extra: Any) -> dict[str, Any]:
-    """vLLM's `kv_transfer_config` with our connector. extra: of its configuration."""
+    """vLLM's `kv_transfer_config` with KVStoreConnector. extra: keys of its configuration."""
     return {
         "kv_connector": "KVStoreConnector",
         "kv_connector_module_path": "kvstore.connectors.vllm",
@@ -221,29 +221,29 @@ def tier(host_bytes: int, *tiers: dict[str, Any], **extra: Any) -> dict[str, Any
 
 
 def our_tier(socket: str, **table: Any) -> dict[str, Any]:
-    """The table of `KVStoreTier` over a sidecar. Tests empty vLLM's pool to see loads, so a reset
-    keeps what was saved."""
+    """The table of `KVStoreTier` over a sidecar. Tests reset vLLM's pool to see loads, so a reset
+    keeps saved blocks."""
     where = {"type": "KVStoreTier", "module_path": "kvstore.connectors.vllm"}
     return {**where, "socket": socket, "on_reset": "keep", **table}
 
 
 PATIENT = {"policy": "wait_complete", "max_wait": 20_000, "min_load_tokens": 0}
-"""Nothing is cut: how many tokens are cached is exact, however slow the machine."""
+"""No truncation: the number of cached tokens is exact on a machine of any speed."""
 PATIENT_TIER = {"max_wait": 20_000, "response_timeout": 60_000}
 """The same for the tier."""
 ROUNDING = 1e-5
-"""A prompt computed in other pieces differs in its last bits, in vLLM's own cache too."""
+"""Tolerance: a prompt split differently differs in its last bits, in vLLM's own cache too."""
 
 
 def patient(socket: str, **extra: Any) -> dict[str, Any]:
-    """Our connector, which cuts nothing."""
+    """KVStoreConnector without truncation."""
     return connector(socket, prefetch=PATIENT, response_timeout=60_000, **extra)
 
 
 def check_same(
     found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], within: float = ROUNDING
 ) -> None:
-    """The same tokens, with the same log-probabilities within rounding."""
+    """Check for the same tokens, with the same log-probabilities within rounding."""
     assert [each["tokens"] for each in found] == [each["tokens"] for each in expected]
     for one, other in zip(found, expected, strict=True):
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=within)
@@ -264,10 +264,10 @@ def cached(results: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def save_zeros(socket: str, namespace: Namespace, names: Sequence[bytes]) -> None:
-    """Blocks of zeros under these names, with a checksum that is right."""
+    """Write blocks of zeros under these hashes, with a valid checksum."""
     client = kvstore.connect(socket, namespace)
     save = client.save(names)
-    wait_until(lambda: client.poll(0.1) is not None and save.done, "grants")
+    wait_until(lambda: client.poll(0.1) is not None and save.done, "slots assigned")
     assert len(save.slot_assignments) == len(names)
     for _, slot in save.slot_assignments:
         client.slab_of(save).view(slot)[: namespace.block_bytes] = bytes(namespace.block_bytes)
@@ -277,7 +277,7 @@ def save_zeros(socket: str, namespace: Namespace, names: Sequence[bytes]) -> Non
 
 
 def tokens(seed: int, count: int) -> list[int]:
-    """Made-up tokens of the tiny models."""
+    """Random tokens of the tiny models."""
     made = random.Random(seed)
     return [made.randrange(4, 512) for _ in range(count)]
 

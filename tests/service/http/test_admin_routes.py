@@ -185,7 +185,7 @@ def test_the_commands(sidecar: ForkedSidecar, client: Client, tmp_path: Path) ->
     assert code == 1
     assert "0 of 1 blocks pinned\nblock 0 of the prefix not loaded" in out
     code, out, _ = run_command(tmp_path, "warm", "--fraction", "0.01", *url)
-    assert (code, out) == (0, "0 blocks brought into L2\n")
+    assert (code, out) == (0, "0 blocks loaded into L2\n")
     for wrong in (
         ("pin", *url),
         ("warm", *url),

@@ -196,7 +196,7 @@ def test_what_is_cleared_is_gone_and_nothing_without_a_yes(tmp_path: Path) -> No
         assert (code, json.loads(out)) == (0, {"cleared": "disk"})
         assert match(client, hashes_of("to go", 4)) == []
         code, out, _ = run_command(tmp_path, "ls", *where)
-        assert (code, out) == (0, "nothing is held\n")
+        assert (code, out) == (0, "no blocks\n")
         code, _, err = run_command(tmp_path, "clear", "dsk", "--yes", *where)
         assert code == 2
         assert "unknown tier 'dsk'" in err
@@ -219,7 +219,7 @@ def test_a_tier_that_cannot_be_listed_is_named_with_the_reason() -> None:
         assert store.flush()
         answer = list_blocks(store, ListFilter(None, None, None, False, 10))
         assert sums(answer)["seen", "default"] == 2
-        assert answer["unlisted"]["blind"] == "it keeps no list of its blocks"
+        assert answer["unlisted"]["blind"] == "this tier has no list of its blocks"
         assert answer["unlisted"]["away"] == "nobody answers"
 
 
@@ -235,7 +235,7 @@ def test_watching_goes_on_through_a_restart(tmp_path: Path) -> None:
     assert looks[0]["at"] < looks[2]["at"]
     code, out, _ = run_command(tmp_path, "stats", *where, "--count", "2")
     assert code == 0
-    assert "a second: 0.0 blocks hit in l2" in " ".join(out.split())
+    assert "per second: 0.0 blocks hit in l2" in " ".join(out.split())
     sidecar.kill()
     code, out, _ = run_command(tmp_path, "stats", *where, "--count", "2", "--json")
     assert code == 0

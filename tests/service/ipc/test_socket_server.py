@@ -240,17 +240,17 @@ def about(**change: Any) -> bytes:
         (about(namespace={**asdict(NAMESPACE), "layers": 0}), "layers"),
         (about(namespace={**asdict(NAMESPACE), "unknown": 1}), "fields"),
         (about(namespace=None), "fields"),
-        (pack(MessageType.HELLO, None), "hello"),
-        (pack(MessageType.MATCH, 1, []), "hello"),
+        (pack(MessageType.HELLO, None), "HELLO"),
+        (pack(MessageType.MATCH, 1, []), "HELLO"),
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "exceeds the maximum"),
     ],
 )
-def test_a_bad_hello_is_refused_in_one_line(
+def test_a_bad_hello_is_rejected_in_one_line(
     shared: ForkedSidecar, first: bytes, words: str
 ) -> None:
     raw = RawClient(shared.socket, first)
-    verb, text, again = raw.welcome
-    assert (verb, again) == (MessageType.REJECTED, False)
+    kind, text, retryable = raw.welcome
+    assert (kind, retryable) == (MessageType.REJECTED, False)
     assert words in text
     assert "\n" not in text
     assert raw.sock.recv(1) == b""

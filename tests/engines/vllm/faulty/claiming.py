@@ -1,4 +1,4 @@
-"""A tier that says it holds everything, and fails whatever is read: `kind = "faulty.claiming"`."""
+"""A tier that claims to have every block, and fails every read: `kind = "faulty.claiming"`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvstore.tiers.base import Tier
 
 
 class Config(Section):
-    """Its part of the configuration."""
+    """The keys of this kind of tier."""
 
     name: str = "claiming"
     broken: bool = True
-    """Whether a read raises; else it finds nothing."""
+    """True: a read raises. False: it finds no block."""
 
 
 class ClaimingTier(Tier):

@@ -10,7 +10,7 @@ from kvstore.tiers.memory import open as memory
 
 
 class Config(Section):
-    """Its part of the configuration."""
+    """The keys of this kind of tier."""
 
     name: str = "full"
 

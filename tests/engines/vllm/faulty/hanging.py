@@ -1,4 +1,4 @@
-"""A tier of which every read hangs: `kind = "faulty.hanging"`."""
+"""A tier whose reads hang: `kind = "faulty.hanging"`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.tiers.memory import open as memory
 
 
 class Config(Section):
-    """Its part of the configuration."""
+    """The keys of this kind of tier."""
 
     name: str = "hanging"
 

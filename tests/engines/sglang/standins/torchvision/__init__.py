@@ -1,7 +1,7 @@
 """Stands in for torchvision, which SGLang imports at start and its cache never uses.
 
-The real package on CPU brings another torch. Every name of every submodule that SGLang or
-transformers imports is a class of no use.
+The real package on CPU installs another torch. Every name in every submodule that SGLang or
+transformers imports is a class without function.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __version__ = "0.28.0"
 
 
 class Named(type):
-    """Of a class whose every public attribute is its name."""
+    """Metaclass: every public attribute of a class is the name of the attribute."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -25,11 +25,11 @@ class Named(type):
 
 
 class StandIn(metaclass=Named):
-    """Whatever was asked for."""
+    """Stands in for any requested name."""
 
 
 class StandInModule(ModuleType):
-    """A module in which every public name is there."""
+    """A module that has every public name."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -38,7 +38,7 @@ class StandInModule(ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes a stand-in of each submodule."""
+    """Creates a stand-in for each submodule."""
 
     def find_spec(
         self, fullname: str, path: object, target: object = None
