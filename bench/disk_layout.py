@@ -1,7 +1,7 @@
-"""One file per block, or a log of segments? What each costs on this disk.
+"""Compares two disk layouts: one file per block, and a log of segments.
 
-Writes and reads the same frames in two ways, at four block sizes, and prints a table (or
-`--json`). Uses less than 2 GiB of disk and removes it. Figures: best of `--repeats`.
+Writes and reads the same frames in both layouts at four block sizes, and prints a table (or JSON,
+with `--json`). Uses less than 2 GiB of disk and removes it. Figures: best of `--repeats`.
 
     python bench/disk_layout.py --directory /var/tmp
 """
@@ -34,8 +34,11 @@ CAPACITY_BYTES = 1536 << 20
 
 
 class FilePerBlock:
-    """The other layout, no more than the comparison needs: a directory of 256 directories, a
-    file of its own for each frame, made whole under another name and then renamed."""
+    """The alternative layout, with no more than the comparison needs.
+
+    256 directories with a separate file for each frame, written under a temporary name and then
+    renamed.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -76,7 +79,7 @@ class FilePerBlock:
 
 
 def timed(work: Callable[[int], None], count: int, threads: int) -> tuple[float, float]:
-    """Seconds of wall and of CPU that `count` pieces of work take in `threads` threads."""
+    """Return the wall and CPU seconds of `count` calls of `work` in `threads` threads."""
     cpu, wall = time.process_time(), time.perf_counter()
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(work, range(count)))
@@ -84,7 +87,7 @@ def timed(work: Callable[[int], None], count: int, threads: int) -> tuple[float,
 
 
 def measure(tier: Tier | FilePerBlock, nbytes: int, threads: int) -> dict[str, float]:
-    """Write all blocks, flush, read all back; GB/s and CPU seconds per GB."""
+    """Write all blocks, flush, read all; return GB/s and CPU seconds per GB."""
     count = min(MAX_BLOCKS, WRITTEN_BYTES // nbytes)
     buffers = [FrameBuffer(nbytes) for _ in range(threads)]
     frames = [buffer.fill(key_of(0), nbytes) for buffer in buffers]
@@ -114,7 +117,7 @@ def measure(tier: Tier | FilePerBlock, nbytes: int, threads: int) -> dict[str, f
 
 
 def rows(directory: str, threads: int, repeats: int) -> list[dict[str, float | str]]:
-    """One row per size and layout."""
+    """Return one row per size and layout."""
     found: list[dict[str, float | str]] = []
     for size, nbytes in SIZES.items():
         for layout in ("file per block", "segment log"):
@@ -137,10 +140,12 @@ def rows(directory: str, threads: int, repeats: int) -> list[dict[str, float | s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--directory", default=tempfile.gettempdir())
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--directory", default=tempfile.gettempdir(), help="parent of the test directory"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="threads that write and read")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats per size and layout")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     found = rows(arguments.directory, arguments.threads, arguments.repeats)
     if arguments.json:

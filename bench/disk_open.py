@@ -1,9 +1,9 @@
-"""How long a disk tier of many blocks takes to open.
+"""Measures the time to open a disk tier with many blocks.
 
     python bench/disk_open.py --blocks 1000000 --directory /var/tmp
 
-Makes sealed segments whose footers name so many blocks, without the blocks: opening reads no frame
-of a sealed segment, and the files are sparse. Then opens the tier several times.
+Makes sealed segments whose footers list that many blocks, without the blocks: opening reads no
+frame of a sealed segment, and the files are sparse. Then opens the tier several times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMESPACE = "ab" * 16
 
 
 class Sparse(Files):
-    """Makes files of the right length that take no room."""
+    """Makes sparse files of the correct length."""
 
     def _allocate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
@@ -37,9 +37,9 @@ class Sparse(Files):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--blocks", type=int, default=1_000_000)
-    parser.add_argument("--directory", default=None, help="where to make the tier's folder")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="number of blocks")
+    parser.add_argument("--directory", default=None, help="parent of the tier's directory")
+    parser.add_argument("--rounds", type=int, default=4, help="number of opens")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="disk-open-", dir=options.directory))
     try:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def make(folder: Path, blocks: int) -> int:
-    """Sealed segments that name so many blocks; how many."""
+    """Make sealed segments whose footers list `blocks` blocks; return the number of segments."""
     (folder / "kvstore.lock").touch()
     files = Sparse()
     numbers = iter(range(blocks))

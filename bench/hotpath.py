@@ -1,8 +1,8 @@
-"""What does a plan cost: an engine's client asking the sidecar, in another process?
+"""Measures the latency of match and load between an engine's client and the sidecar.
 
-Beside it, in turns, the floor: an echo of as many bytes between two processes over a blocking Unix
-socket, which is what the operating system takes for the two wake-ups. A store inside the process
-(no socket) is the third figure.
+The lower bound, measured in turns, is an echo of as many bytes between two processes over a
+blocking Unix socket: the operating system's cost for two wake-ups. The third figure is a store
+inside the process, without a socket.
 
     python bench/hotpath.py [--calls 2000] [--rounds 5] [--batch 64] [--json]
 """
@@ -26,19 +26,19 @@ from kvstore.testing.processes import Sidecar
 
 NAMESPACE = Namespace(model="bench", layers=2, kv_heads=2, head_dim=64)
 SMALL_BYTES = 48
-"""A match of one hash, as it goes over the socket."""
+"""Size of a match of one hash on the socket."""
 
 
 def echo(sock: socket.socket, other_end: socket.socket) -> None:
-    """The other end of the floor."""
+    """Return every message to the sender."""
     other_end.close()
     while data := sock.recv(1 << 16):
         sock.sendall(data)
 
 
-def until_done(store: BlockStore, ticket: Operation) -> None:
-    while not ticket.done:
-        assert store.poll(5.0), f"no answer: {ticket.fault}"
+def until_done(store: BlockStore, operation: Operation) -> None:
+    while not operation.done:
+        assert store.poll(5.0), f"no response: {operation.fault}"
 
 
 def p50_us(call: Callable[[], None], calls: int) -> float:
@@ -58,16 +58,16 @@ def fill(store: BlockStore, hashes: list[bytes]) -> None:
 
 
 def measure(store: BlockStore, hashes: list[bytes], calls: int) -> dict[str, float]:
-    """p50 of a small match and of loads (with release) of one block and of a batch."""
+    """Return the p50 of a small match and of loads (with release) of one block and of a batch."""
 
     def match() -> None:
         until_done(store, store.match(hashes[:1]))
 
     def load(count: int) -> None:
-        ticket = store.load(hashes[:count])
-        until_done(store, ticket)
-        assert len(ticket.slots) == count
-        store.release(ticket)
+        operation = store.load(hashes[:count])
+        until_done(store, operation)
+        assert len(operation.slots) == count
+        store.release(operation)
 
     one = p50_us(lambda: load(1), calls)
     batch = p50_us(lambda: load(len(hashes)), max(1, calls // 4))
@@ -84,7 +84,7 @@ def run(calls: int, rounds: int, batch: int) -> list[dict[str, float | str]]:
     slot = str(NAMESPACE.block_bytes)
     l2 = str(NAMESPACE.block_bytes * batch * 2)
     ours, theirs = socket.socketpair()
-    # Forked before there is a thread.
+    # Fork before any thread starts.
     other = multiprocessing.get_context("fork").Process(
         target=echo, args=(theirs, ours), daemon=True
     )
@@ -99,7 +99,10 @@ def run(calls: int, rounds: int, batch: int) -> list[dict[str, float | str]]:
     figures: dict[str, list[dict[str, float]]] = {"echo": [], "sidecar": [], "embedded": []}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kv.sock"
-        with Sidecar(path, "--l2", l2, "--slot-bytes", slot) as sidecar, kvstore.open(l2, slot) as store:
+        with (
+            Sidecar(path, "--l2", l2, "--slot-bytes", slot) as sidecar,
+            kvstore.open(l2, slot) as store,
+        ):
             sidecar.wait_ready()
             stores: dict[str, BlockStore] = {
                 "sidecar": kvstore.connect(str(path), NAMESPACE),
@@ -116,7 +119,7 @@ def run(calls: int, rounds: int, batch: int) -> list[dict[str, float | str]]:
             sidecar.stop()
     ours.close()
     other.join()
-    # The best round: the machine disturbs, and never helps.
+    # Use the best round: other load only makes a round slower.
     return [
         {"path": name, **{key: min(one[key] for one in rows) for key in rows[0]}}
         for name, rows in figures.items()
@@ -125,10 +128,10 @@ def run(calls: int, rounds: int, batch: int) -> list[dict[str, float | str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--calls", type=int, default=2000, help="calls per round")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
+    parser.add_argument("--batch", type=int, default=64, help="blocks of the larger load")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     rows = run(options.calls, options.rounds, options.batch)
     if options.json:

@@ -1,8 +1,8 @@
-"""How fast do pages move into slots and back on this CPU, beside a plain memcpy?
+"""Compares gather and scatter between pages and slots with a plain memcpy, on this CPU.
 
     python bench/kernels.py [--json]
 
-Every line copies the same bytes three ways, in turn, and keeps the best of several rounds.
+Every row copies the same bytes in three ways, in turns, and reports the best of several rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstore.kernels import BlockFormat
 
 ROUNDS = 7
 COPY_BYTES = 256 << 20
-"""Bytes moved in one round: far beyond any cache."""
+"""Bytes copied per round; far larger than any cache."""
 
 
 PLANES = BlockFormat("LKTHD", "planes")
@@ -51,7 +51,7 @@ SHAPES = (
 
 
 def best_seconds(copies: list[Callable[[], object]]) -> list[float]:
-    """Best time of each, the copies taking turns so that noise meets all alike."""
+    """Return the best time of each copy. The copies take turns, so that noise affects all."""
     best = [float("inf")] * len(copies)
     for _ in range(ROUNDS):
         for index, copy in enumerate(copies):
@@ -62,7 +62,7 @@ def best_seconds(copies: list[Callable[[], object]]) -> list[float]:
 
 
 def measure(shape: Shape) -> dict[str, str | float]:
-    """GB/s of memcpy, gather and scatter (bytes copied, counted once)."""
+    """Return GB/s of memcpy, gather and scatter (bytes copied, counted once)."""
     elements = shape.page_tokens * shape.kv_heads * shape.head_dim
     block_bytes = shape.layers * 2 * shape.pages_per_block * elements * shape.dtype.itemsize
     blocks = max(1, COPY_BYTES // block_bytes)

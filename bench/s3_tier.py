@@ -1,10 +1,10 @@
-"""What the S3 tier costs over the requests it makes: write and read beside bare loops.
+"""Compares writes and reads of the S3 tier with bare loops of the same requests.
 
-The bare loops use the tier's own client, the same number of requests in flight and the same sizes:
-range requests of one frame for reads, puts of one segment for writes. A loop over boto3's
-`get_object` tells what its transport would cost. Figures: best of `--repeats`, in turns.
+The bare loops use the tier's own client, with the same number of concurrent requests and the same
+sizes: range requests of one frame for reads, puts of one segment for writes. A loop over boto3's
+`get_object` shows the cost of its transport. Figures: best of `--repeats`, in turns.
 
-    python bench/s3_tier.py                      starts a SeaweedFS of its own
+    python bench/s3_tier.py                      starts its own SeaweedFS
     python bench/s3_tier.py --endpoint URL --bucket B    any service, credentials by boto3
 """
 
@@ -57,7 +57,7 @@ class Meter:
 
 
 def figures(name: str, meter: Meter, nbytes: int) -> dict[str, float]:
-    """MiB/s, CPU seconds per GiB and milliseconds of one call."""
+    """Return MiB/s, CPU seconds per GiB and the milliseconds of one call."""
     return {
         f"{name}_mib_s": nbytes / MIB / meter.wall_s,
         f"{name}_cpu_s_per_gib": meter.cpu_s / (nbytes / 1024 / MIB),
@@ -66,7 +66,7 @@ def figures(name: str, meter: Meter, nbytes: int) -> dict[str, float]:
 
 
 class Bench:
-    """One block size against one bucket."""
+    """Measures one block size against one bucket."""
 
     def __init__(self, config: s3.Config, boto: Any, nbytes: int, threads: int) -> None:
         self.config = config
@@ -79,8 +79,8 @@ class Bench:
         self.frames = [buffer.fill(key_of(0), nbytes) for buffer in self.buffers]
         self.free = list(range(threads))
 
-    def borrowed(self, work: Callable[[int, int], None]) -> Callable[[int], None]:
-        """`work` with a buffer that no other thread uses."""
+    def with_buffer(self, work: Callable[[int, int], None]) -> Callable[[int], None]:
+        """Return `work` with a buffer that no other thread uses."""
 
         def one(number: int) -> None:
             mine = self.free.pop()
@@ -92,7 +92,7 @@ class Bench:
         return one
 
     def run(self, turn: int) -> dict[str, float]:
-        """Write with the tier and with bare puts, then read in three ways."""
+        """Write with the tier and with bare puts, then read with three clients."""
         tier = s3.open(self.config)
         assert isinstance(tier, S3Tier)
         keys = [key_of(number, namespace=f"{turn:032d}") for number in range(self.count)]
@@ -113,7 +113,7 @@ class Bench:
         return found
 
     def _meter(self, work: Callable[[int, int], None]) -> Meter:
-        return Meter(self.borrowed(work), self.count, self.threads)
+        return Meter(self.with_buffer(work), self.count, self.threads)
 
     def _write(self, tier: S3Tier, key: Key, mine: int) -> None:
         _, header, payload = self.frames[mine]
@@ -125,7 +125,7 @@ class Bench:
             raise TierError("a block is missing")
 
     def _bare_put(self, tier: S3Tier) -> dict[str, float]:
-        """As many objects of as many bytes as the tier has made."""
+        """Put as many objects, with as many bytes, as the tier did."""
         segments = list(tier._index.segments.values())
         _, header, payload = self.frames[0]
 
@@ -139,19 +139,19 @@ class Bench:
             tier._client.delete(f"{self.config.prefix}bare/{number}")
         return figures("bare_put", meter, self.total) | {"segments": len(segments)}
 
-    def _places(self, tier: S3Tier, keys: list[Key]) -> list[tuple[str, int]]:
-        places = []
+    def _locations(self, tier: S3Tier, keys: list[Key]) -> list[tuple[str, int]]:
+        locations = []
         for key in keys:
             found = tier._index.find(key)
             assert found is not None
-            places.append((found[0].name, found[1] * IO_ALIGNMENT))
-        return places
+            locations.append((found[0].name, found[1] * IO_ALIGNMENT))
+        return locations
 
     def _bare_get(self, tier: S3Tier, keys: list[Key]) -> dict[str, float]:
-        places = self._places(tier, keys)
+        locations = self._locations(tier, keys)
 
         def get(number: int, mine: int) -> None:
-            name, first = places[number]
+            name, first = locations[number]
             views = self.frames[mine][1:]
             tier._client.get(name, first, first + self.nbytes + IO_ALIGNMENT - 1, views)
 
@@ -159,12 +159,12 @@ class Bench:
         return figures("bare_get", min(runs, key=lambda run: run.wall_s), self.total)
 
     def _boto_get(self, tier: S3Tier, keys: list[Key]) -> dict[str, float]:
-        places = self._places(tier, keys)
+        locations = self._locations(tier, keys)
 
         def get(number: int, mine: int) -> None:
-            name, first = places[number]
-            wanted = f"bytes={first}-{first + self.nbytes + IO_ALIGNMENT - 1}"
-            reply = self.boto.get_object(Bucket=self.config.bucket, Key=name, Range=wanted)
+            name, first = locations[number]
+            byte_range = f"bytes={first}-{first + self.nbytes + IO_ALIGNMENT - 1}"
+            reply = self.boto.get_object(Bucket=self.config.bucket, Key=name, Range=byte_range)
             body = reply["Body"].read()
             self.buffers[mine].payload[:] = memoryview(body)[IO_ALIGNMENT:]
 
@@ -174,7 +174,7 @@ class Bench:
 def measure(
     config: s3.Config, boto: Any, sizes: list[str], threads: int, repeats: int
 ) -> list[Any]:
-    """One row per size: the best of each figure, and the ratios of the best."""
+    """Return one row per size: the best of each figure, and the ratios of the best."""
     rows = []
     for size in sizes:
         best: dict[str, Any] = {}
@@ -190,24 +190,26 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--endpoint", default="")
-    parser.add_argument("--bucket", default="")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--threads", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--endpoint", default="", help="URL of the service; empty: AWS")
+    parser.add_argument("--bucket", default="", help="bucket to use; empty: start a SeaweedFS")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="block sizes"
+    )
+    parser.add_argument("--threads", type=int, default=8, help="concurrent requests")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats per size")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
-    more = {"writer_threads": arguments.threads, "prefix": "bench/", "linger": 20}
+    options = {"writer_threads": arguments.threads, "prefix": "bench/", "linger": 20}
     with ExitStack() as stack:
         if arguments.bucket:
-            values = {"bucket": arguments.bucket, "endpoint": arguments.endpoint, **more}
+            values = {"bucket": arguments.bucket, "endpoint": arguments.endpoint, **options}
             config = s3.Config.model_validate(values)
         else:
             sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
             from s3_rig import running_server
 
             server = stack.enter_context(running_server())
-            config = server.config(server.new_bucket(), **more)
+            config = server.config(server.new_bucket(), **options)
         path = {"addressing_style": "path" if config.endpoint else "auto"}
         boto = boto3.client(
             "s3",
@@ -221,7 +223,7 @@ def main() -> None:
     if arguments.json:
         print(json.dumps({"threads": arguments.threads, "rows": rows}))
         return
-    print(f"{arguments.threads} in flight; MiB/s (CPU s/GiB)")
+    print(f"{arguments.threads} concurrent requests; MiB/s (CPU s/GiB)")
     print(
         "block     write          bare put       ratio  read           bare range     ratio  boto3"
     )

@@ -1,11 +1,11 @@
-"""How fast a long trace is replayed, and how much memory that takes.
+"""Measures the speed and memory of replaying a long trace.
 
     python bench/simulate.py --requests 250000,1000000 --scratch /var/tmp
 
-Writes traces of made-up conversations (kvstore/analysis/simulate/traffic.py) in Mooncake's format,
-and runs `kvstore simulate` over each in its own process: an L2 of LRU, then L1, L2 and a tier below.
-Prints seconds, of the clock and of the CPU, requests a second of the latter, and the process's
-largest resident size, also in bytes per block that was asked for.
+Writes traces of synthetic conversations (kvstore/analysis/simulate/traffic.py) in Mooncake's
+format, and runs `kvstore simulate` over each in a separate process: an L2 with LRU, then L1, L2
+and L3. Prints wall and CPU seconds, requests per CPU second, and the process's peak resident size,
+also in bytes per requested block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK_TOKENS = 256
 TRAFFIC = Traffic(rate=50, prefix=2048, prefixes=2000, turns=6, turn=400, output=300, gap=120)
 SHAPES = {
     "L2 of 65,536 blocks, lru": ["--l2-blocks", "65536"],
-    "the same, and the optimum": ["--l2-blocks", "65536", "--offline-optimal"],
+    "the same, with offline optimal": ["--l2-blocks", "65536", "--offline-optimal"],
     "L1 of 4,096, L2 of 65,536, L3 of 524,288, lfu, timeout": [
         *("--l1-blocks", "4096", "--l2-blocks", "65536", "--l3-blocks", "524288"),
         *("--eviction", "lfu", "--load-policy", "timeout"),
@@ -33,12 +33,12 @@ SHAPES = {
 
 
 def write_trace(path: Path, requests: int) -> tuple[int, int]:
-    """Blocks asked for, and different ones."""
-    asked = most = 0
+    """Write a trace; return its number of requested blocks and of distinct blocks."""
+    requested = distinct = 0
     with path.open("w") as file:
         for request in generate(TRAFFIC, requests, BLOCK_TOKENS):
-            asked += len(request.block_ids)
-            most = max(most, request.block_ids[-1] + 1)
+            requested += len(request.block_ids)
+            distinct = max(distinct, request.block_ids[-1] + 1)
             row = {
                 "timestamp": round(request.time_s * 1e3),
                 "input_length": request.tokens,
@@ -47,50 +47,54 @@ def write_trace(path: Path, requests: int) -> tuple[int, int]:
                 "hash_ids": request.block_ids,
             }
             file.write(json.dumps(row) + "\n")
-    return asked, most
+    return requested, distinct
 
 
 def replay(path: Path, arguments: list[str]) -> tuple[float, float, int, dict[str, float]]:
-    """Seconds, those of CPU, the most bytes resident, and the figures."""
-    optimum = [] if "--offline-optimal" in arguments else ["--no-offline-optimal"]
+    """Return wall seconds, CPU seconds, peak resident bytes and the JSON output."""
+    optimal = [] if "--offline-optimal" in arguments else ["--no-offline-optimal"]
     reader, writer = os.pipe()
     start_s = time.monotonic()
     child = os.fork()
     if not child:
         os.dup2(writer, 1)
         command = [sys.executable, "-m", "kvstore", "simulate", str(path), "--json"]
-        os.execv(sys.executable, [*command, *arguments, *optimum])
+        os.execv(sys.executable, [*command, *arguments, *optimal])
     os.close(writer)
     with os.fdopen(reader) as output:
         text = output.read()
     _, status, used = os.wait4(child, 0)
     if status:
-        raise SystemExit(f"kvstore simulate ended with {status}")
+        raise SystemExit(f"kvstore simulate ended with status {status}")
     cpu_s = used.ru_utime + used.ru_stime
     return time.monotonic() - start_s, cpu_s, used.ru_maxrss * 1024, json.loads(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", default="250000,1000000")
-    parser.add_argument("--scratch", type=Path, default=Path("/var/tmp"))
+    parser.add_argument(
+        "--requests", default="250000,1000000", help="lengths of the traces, in requests"
+    )
+    parser.add_argument(
+        "--scratch", type=Path, default=Path("/var/tmp"), help="directory for the traces"
+    )
     options = parser.parse_args()
     print(
-        "| replay | requests | blocks asked for | s | requests/s | MiB | bytes a block asked for |"
+        "| replay | requests | requested blocks | s | CPU s | requests/s | MiB | bytes per block |"
     )
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for requests in map(int, options.requests.split(",")):
         with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
             path = Path(folder) / "trace.jsonl"
-            asked, different = write_trace(path, requests)
+            requested, distinct = write_trace(path, requests)
             size = path.stat().st_size >> 20
-            print(f"{size} MiB, {different:,} different blocks", file=sys.stderr)
+            print(f"{size} MiB, {distinct:,} distinct blocks", file=sys.stderr)
             for name, arguments in SHAPES.items():
                 took_s, cpu_s, resident, figures = replay(path, arguments)
-                rate, each = f"{requests / cpu_s:,.0f}", f"{resident / asked:.1f}"
+                rate, each = f"{requests / cpu_s:,.0f}", f"{resident / requested:.1f}"
                 print(
-                    f"| {name} | {requests:,} | {asked:,} | {took_s:.1f} | {cpu_s:.1f} | {rate} | "
-                    f"{resident >> 20:,} | {each} |",
+                    f"| {name} | {requests:,} | {requested:,} | {took_s:.1f} | {cpu_s:.1f} "
+                    f"| {rate} | {resident >> 20:,} | {each} |",
                     flush=True,
                 )
                 print(f"hit rate {figures['token_hit_rate']:.2f}%", file=sys.stderr)

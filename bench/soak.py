@@ -1,18 +1,19 @@
-"""Does anything grow? A whole store under random work for half an hour.
+"""Runs a whole store under random load for half an hour and checks that no resource grows.
 
-    python bench/soak.py [--minutes 30] [--every 30] [--directory /var/tmp]
+    python bench/soak.py [--minutes 30] [--interval 30] [--directory /var/tmp]
                          [--tier '{"kind": "redis", "host": "localhost"}' ...] [--json]
 
-An embedded store: a small L2, a disk tier over two directories, and the tiers asked for (one that
-cannot be reached is left out, and said). Engines come and go; each matches, loads and checks, or
-saves what is lacking, of runs that some come back to often; runs are pinned and let go, tiers are
-emptied. Every block's bytes follow from its hash, so each one served is checked.
+An embedded store: a small L2, a disk tier over two directories, and the tiers of `--tier`; a tier
+that cannot be opened is skipped with a message. Engines open and close sessions. Each session
+matches, loads and checks blocks, or saves missing ones, of prompts that repeat at different rates.
+Blocks are pinned and unpinned, tiers are cleared. Every block's bytes are derived from its hash,
+so that each loaded block is checked.
 
-Every so often it notes resident memory, descriptors, threads, and the bytes of the disk tier's
-files. Exit code 1 when one of them goes on growing after the first third: when its greatest value
-in the last third is above its greatest in the second by more than the noise named below, or the
-disk tier's files are above its capacity; or when a block was wrong, a slot is missing at the end,
-or nothing was ever served.
+At each interval it records resident memory, file descriptors, threads, and the bytes of the disk
+tier's files. Exit code 1 if one of them keeps growing after the first third: its maximum in the
+last third exceeds its maximum in the second third by more than `NOISE`, or the disk tier's files
+exceed its capacity. Also 1 if a block was wrong, a slot is missing at the end, or no block was
+loaded.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from kvstore.interface import Load
 from kvstore.store.session import Session
 from kvstore.store.store import Store
 
-# 64 KiB a block.
+# 64 KiB per block.
 SPACES: Final = tuple(
     Namespace(
         model="soak",
@@ -57,17 +58,17 @@ SPACES: Final = tuple(
 L2_BYTES: Final = 64 << 20
 DISK_BYTES: Final = 512 << 20
 RUNS: Final = 4000
-"""Different prompts of each namespace: several times what the disk tier holds."""
+"""Distinct prompts per namespace: several times the capacity of the disk tier."""
 MAX_BLOCKS: Final = 24
 ENGINES: Final = 3
 WAIT_S: Final = 60.0
 NOISE: Final = {"rss_mib": 24.0, "descriptors": 6, "threads": 2, "disk_mib": 0.0}
-"""By how much the greatest value of a third may be above that of the one before: allocators and
-segments being made and removed move within that."""
+"""Allowed growth of the maximum from one third to the next: allocators and the creation and
+removal of segments stay within it."""
 
 
 def content(name: bytes, nbytes: int) -> np.ndarray:
-    """The one right block of a hash: noise in the low bytes, little in the high ones, as KV has."""
+    """Return the block of a hash: random low bytes and small high bytes, as in real KV."""
     generator = np.random.Generator(np.random.SFC64(int.from_bytes(name[:8], "little")))
     block = generator.integers(0, 256, nbytes, dtype=np.uint8)
     block[1::2] &= 0x07
@@ -75,53 +76,53 @@ def content(name: bytes, nbytes: int) -> np.ndarray:
 
 
 class Engine(threading.Thread):
-    """One engine at random work until told to stop."""
+    """One engine with random operations until `stop` is set."""
 
     def __init__(self, store: Store, seed: int, stop: threading.Event) -> None:
         super().__init__(name=f"engine-{seed}")
         self.counts: Counter[str] = Counter()
         self.fault = ""
         self._store = store
-        self._stop_asked = stop
+        self._stop_event = stop
         self._random = random.Random(seed)
 
     def run(self) -> None:
         try:
-            while not self._stop_asked.is_set():
+            while not self._stop_event.is_set():
                 space = self._random.choice(SPACES)
                 with self._store.session(space, self._random.choice(["red", "blue"])) as session:
                     for _ in range(self._random.randrange(1, 60)):
-                        if not self._stop_asked.is_set():
+                        if not self._stop_event.is_set():
                             self._request(session)
                 try:
-                    self._care(space)
+                    self._administer(space)
                 except TierError:
-                    # A tier that is down says so to who empties it.
-                    self.counts["refused"] += 1
+                    # A tier that is down raises for the administrator.
+                    self.counts["failed"] += 1
         except Exception as error:
             self.fault = f"{type(error).__name__}: {error}"
-            self._stop_asked.set()
+            self._stop_event.set()
 
     def _request(self, session: Session) -> None:
-        """A prompt: load and check what is held of it, save the rest."""
+        """Serve a prompt: load and check its cached blocks, save the rest."""
         which = int(RUNS * self._random.random() ** 3)
-        run = [
+        hashes = [
             hashlib.sha256(b"%d/%d" % (which, n)).digest() for n in range(1 + which % MAX_BLOCKS)
         ]
-        held = self._wait(session, session.match(run))
-        loaded = self._wait(session, session.load(run[: len(held.tiers)]))
+        match = self._wait(session, session.match(hashes))
+        loaded = self._wait(session, session.load(hashes[: len(match.tiers)]))
         assert isinstance(loaded, Load)
-        for name, slot in zip(run, loaded.slots, strict=False):
+        for name, slot in zip(hashes, loaded.slots, strict=False):
             block = np.frombuffer(session.slab_of(loaded).view(slot), np.uint8)
-            right = content(name, session.namespace.block_bytes)
-            assert np.array_equal(block[: len(right)], right), "a wrong block was served"
+            expected = content(name, session.namespace.block_bytes)
+            assert np.array_equal(block[: len(expected)], expected), "a wrong block was loaded"
         self.counts.update(loaded.tiers)
         session.release(loaded)
-        save = session.save(run)
+        save = session.save(hashes)
         for index, slot in save.slot_assignments:
             block = np.frombuffer(session.slab_of(save).view(slot), np.uint8)
             block[: session.namespace.block_bytes] = content(
-                run[index], session.namespace.block_bytes
+                hashes[index], session.namespace.block_bytes
             )
         self.counts["saved"] += len(save.slot_assignments)
         if self._random.random() < 0.02:
@@ -129,22 +130,22 @@ class Engine(threading.Thread):
         else:
             session.commit(save)
 
-    def _wait(self, session: Session, ticket: Any) -> Any:
-        """The ticket, done."""
+    def _wait(self, session: Session, operation: Any) -> Any:
+        """Wait until the operation is done; return it."""
         deadline_s = time.monotonic() + WAIT_S
-        while not ticket.done:
+        while not operation.done:
             session.poll(0.05)
-            assert time.monotonic() < deadline_s, "a ticket that is never done"
-        return ticket
+            assert time.monotonic() < deadline_s, "an operation did not finish"
+        return operation
 
-    def _care(self, space: Namespace) -> None:
-        """What an operator does now and then."""
+    def _administer(self, space: Namespace) -> None:
+        """Run one random administrative operation, or none."""
         dice = self._random.random()
-        run = [hashlib.sha256(b"%d/%d" % (17, n)).digest() for n in range(8)]
+        hashes = [hashlib.sha256(b"%d/%d" % (17, n)).digest() for n in range(8)]
         if dice < 0.2:
-            self._store.pin(space.digest, run, "red", timeout_s=5)
+            self._store.pin(space.digest, hashes, "red", timeout_s=5)
         elif dice < 0.4:
-            self._store.unpin(space.digest, run, "red")
+            self._store.unpin(space.digest, hashes, "red")
         elif dice < 0.45:
             self._store.clear("l2")
         elif dice < 0.46:
@@ -154,7 +155,7 @@ class Engine(threading.Thread):
 
 
 class Watch:
-    """What the process and its disk tier take, sample by sample."""
+    """Samples the resources of the process and its disk tier."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self.rows: list[dict[str, float]] = []
@@ -176,7 +177,7 @@ class Watch:
         return row
 
     def faults(self) -> list[str]:
-        """What goes on growing after the first third, or is above what it may be."""
+        """Return the resources that keep growing after the first third or exceed their limit."""
         found = []
         third = len(self.rows) // 3
         middle, last = self.rows[third : 2 * third], self.rows[2 * third :]
@@ -185,12 +186,12 @@ class Watch:
             if name == "disk_mib":
                 before = max(before, DISK_BYTES / (1 << 20))
             if after > before + noise:
-                found.append(f"{name} grows: {before:.1f}, then {after:.1f}")
+                found.append(f"{name} grew from {before:.1f} to {after:.1f}")
         return found
 
 
 def _length(file: Path) -> int:
-    """Bytes of a file; 0 when it has just been removed."""
+    """Return the bytes of a file; 0 if it was just removed."""
     try:
         return file.stat().st_size
     except FileNotFoundError:
@@ -198,30 +199,30 @@ def _length(file: Path) -> int:
 
 
 def open_store(directories: Sequence[Path], tiers: Sequence[dict[str, Any]]) -> Store:
-    """The store, with those of the tiers that can be reached."""
+    """Open the store with those of the tiers that can be opened."""
     disk = {
         "kind": "disk",
         "directory": [str(directory) for directory in directories],
         "capacity": DISK_BYTES,
     }
-    reached: list[dict[str, Any]] = [disk]
+    opened: list[dict[str, Any]] = [disk]
     for table in tiers:
         try:
             kvstore.open(l2="1MiB", slot_bytes="64KiB", tiers=(table,)).close()
-            reached.append(table)
+            opened.append(table)
         except ConfigError as error:
-            print(f"left out: {error}", file=sys.stderr)
-    return kvstore.open(l2=L2_BYTES, slot_bytes="64KiB", tiers=tuple(reached))
+            print(f"tier skipped: {error}", file=sys.stderr)
+    return kvstore.open(l2=L2_BYTES, slot_bytes="64KiB", tiers=tuple(opened))
 
 
 def soak(
     minutes: float,
-    every_s: float,
+    interval_s: float,
     root: Path,
     tiers: Sequence[dict[str, Any]],
-    say: Callable[[dict[str, float]], None],
+    report: Callable[[dict[str, float]], None],
 ) -> dict[str, Any]:
-    """Run it; the samples, what was done, and what is wrong."""
+    """Run the load; return the samples, the block counts and the faults."""
     directories = [root / "a", root / "b"]
     stop = threading.Event()
     with open_store(directories, tiers) as store:
@@ -231,9 +232,9 @@ def soak(
         watch = Watch(directories)
         end_s = time.monotonic() + 60 * minutes
         while time.monotonic() < end_s and not stop.wait(
-            max(0.0, min(every_s, end_s - time.monotonic()))
+            max(0.0, min(interval_s, end_s - time.monotonic()))
         ):
-            say(watch.sample())
+            report(watch.sample())
         stop.set()
         for engine in engines:
             engine.join(2 * WAIT_S)
@@ -241,8 +242,8 @@ def soak(
         evictions = int(store.stats()["tiers"]["disk"]["evictions"])
     counts = sum((engine.counts for engine in engines), Counter[str]())
     faults = watch.faults() + [engine.fault for engine in engines if engine.fault]
-    faults += [f"{name} hangs" for name in hung]
-    faults += [f"nothing was served from {name}" for name in ("l2", "disk") if not counts[name]]
+    faults += [f"{name} did not stop" for name in hung]
+    faults += [f"no block was loaded from {name}" for name in ("l2", "disk") if not counts[name]]
     return {
         "samples": watch.rows,
         "blocks": dict(counts),
@@ -253,21 +254,25 @@ def soak(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--every", type=float, default=30.0, help="seconds between samples")
-    parser.add_argument("--directory", default=tempfile.gettempdir())
-    parser.add_argument("--tier", action="append", default=[], help="a JSON table of one more")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration, in minutes")
+    parser.add_argument("--interval", type=float, default=30.0, help="seconds between samples")
+    parser.add_argument(
+        "--directory", default=tempfile.gettempdir(), help="parent of the disk tier's directories"
+    )
+    parser.add_argument(
+        "--tier", action="append", default=[], help="JSON table of an additional tier (repeatable)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     arguments = parser.parse_args()
     root = Path(tempfile.mkdtemp(dir=arguments.directory))
 
-    def say(row: dict[str, float]) -> None:
+    def report(row: dict[str, float]) -> None:
         if not arguments.json:
             print("  ".join(f"{name} {value:8.1f}" for name, value in row.items()), flush=True)
 
     try:
         tiers = [json.loads(table) for table in arguments.tier]
-        found = soak(arguments.minutes, arguments.every, root, tiers, say)
+        found = soak(arguments.minutes, arguments.interval, root, tiers, report)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     if arguments.json:
@@ -275,7 +280,7 @@ def main() -> None:
     else:
         print(f"blocks: {found['blocks']}; {found['disk_evictions']} evicted from disk")
         for fault in found["faults"]:
-            print(f"NOT RIGHT: {fault}")
+            print(f"FAIL: {fault}")
     sys.exit(1 if found["faults"] else 0)
 
 

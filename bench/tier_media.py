@@ -1,4 +1,4 @@
-"""For bench/tiers.py: the passes over each medium, ours and the bare ones, of L2 and disk."""
+"""Passes over the media of bench/tiers.py for L2 and disk: through the tier, and bare."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from kvstore.tiers.memory import MemoryTier
 
 SIZES: Final = {"64KiB": 64 << 10, "256KiB": 256 << 10, "2MiB": 2 << 20, "32MiB": 32 << 20}
 RUN_BYTES: Final = 32 << 20
-"""Blocks that one save or load of a session asks for."""
+"""Bytes of the blocks of one save or load."""
 SINGLE_CALLS: Final = 200
-"""Saves or loads of one block, for the time of one; fewer where blocks are large."""
+"""Saves or loads of one block, for the latency; fewer for large blocks."""
 SPARE_SLOTS: Final = 8
 CONTAINS_BLOCKS: Final = 512
 CONTAINS_CALLS: Final = 300
 LAYER_BYTES: Final = 64 << 10
-"""A layer of a block of `space_of`."""
+"""Bytes of one layer of a block of `space_of`."""
 WAIT_S: Final = 60.0
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Bytes moved once: seconds of wall and of this process's CPU, and of each call."""
+    """One pass over the bytes: wall and CPU seconds of this process, and the seconds per call."""
 
     nbytes: int
     wall_s: float
@@ -75,16 +75,16 @@ def run_pass(
     nbytes: int,
     finish: Callable[[], None] | None = None,
 ) -> Pass:
-    """`work(number, thread)` for each number, by threads that take the next one as they come;
-    then `finish`, in the same time."""
+    """Call `work(number, thread)` for each number; threads take the next number when they are free.
+    Then call `finish`, within the measured time."""
     numbers = iter(range(count))
-    taking = threading.Lock()
+    take_lock = threading.Lock()
     calls: list[list[float]] = [[] for _ in range(threads)]
 
     def turn(thread: int) -> None:
         mine = calls[thread]
         while True:
-            with taking:
+            with take_lock:
                 number = next(numbers, None)
             if number is None:
                 return
@@ -102,7 +102,7 @@ def run_pass(
 
 
 class Medium(abc.ABC):
-    """One tier at one size of block."""
+    """One tier at one block size."""
 
     total_bytes: int = 256 << 20
 
@@ -110,28 +110,28 @@ class Medium(abc.ABC):
         self.nbytes = nbytes
         self.count = max(4, self.total_bytes // nbytes)
 
-    def begin(self, number: int) -> None:  # noqa: B027 - some have nothing to do
-        """Make ready for a round: nothing of an earlier one is in the way."""
+    def begin(self, number: int) -> None:  # noqa: B027 - optional
+        """Prepare a round, independent of earlier rounds."""
 
     @abc.abstractmethod
-    def ours(self, verb: str) -> Pass: ...
+    def measured(self, operation: str) -> Pass: ...
 
     @abc.abstractmethod
-    def limit(self, verb: str) -> Pass: ...
+    def limit(self, operation: str) -> Pass: ...
 
-    def end(self) -> None:  # noqa: B027 - some have nothing to do
-        """A round is over."""
+    def end(self) -> None:  # noqa: B027 - optional
+        """End a round."""
 
     def contains(self) -> dict[str, float]:
-        """Milliseconds of asking for a run, and of the bare client's."""
+        """Return the milliseconds of looking up a run, with the tier and with the bare client."""
         return {}
 
-    def close(self) -> None:  # noqa: B027 - some have nothing to do
-        """Let go of everything."""
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release all resources."""
 
 
 class TierMedium(Medium):
-    """Our side, of a tier: its verbs, with identity frames, by as many threads as its workers."""
+    """A tier's operations, with uncompressed frames and as many threads as its workers."""
 
     tier: Tier
 
@@ -147,9 +147,9 @@ class TierMedium(Medium):
     def begin(self, number: int) -> None:
         self.keys = [key_of(i, namespace=f"{number:032d}") for i in range(self.count)]
 
-    def ours(self, verb: str) -> Pass:
-        threads = self.threads[verb]
-        if verb == "write":
+    def measured(self, operation: str) -> Pass:
+        threads = self.threads[operation]
+        if operation == "write":
             return run_pass(self._write, self.count, threads, self.nbytes, self.tier.flush)
         return run_pass(self._read, self.count, threads, self.nbytes)
 
@@ -164,8 +164,8 @@ class TierMedium(Medium):
         self.check(buffer.payload)
 
     def check(self, payload: memoryview) -> None:
-        """A look at what was read: all blocks are the same, and noise."""
-        assert payload[: len(self.mark)] == self.mark, "bytes that nobody wrote"
+        """Check the first bytes of a block; all blocks have the same random bytes."""
+        assert payload[: len(self.mark)] == self.mark, "unexpected bytes"
 
     def end(self) -> None:
         self.tier.clear()
@@ -175,7 +175,7 @@ class TierMedium(Medium):
 
 
 def space_of(nbytes: int) -> Namespace:
-    """A namespace whose blocks take so many bytes."""
+    """Return a namespace with blocks of this size."""
     space = Namespace(model="bench", layers=nbytes // LAYER_BYTES, kv_heads=8, head_dim=128)
     assert space.block_bytes == nbytes
     return space
@@ -188,7 +188,7 @@ class L2Medium(Medium):
         super().__init__(nbytes)
         run = max(1, RUN_BYTES // nbytes)
         self.singles = max(8, min(SINGLE_CALLS, self.count // 2))
-        # Little room beyond a round's blocks: each round's saves evict the last round's.
+        # Few slots beyond a round's blocks: each round's saves evict the last round's.
         self.session = self.open_session(self.count + self.singles + run + SPARE_SLOTS)
         self.source = aligned_buffer(self.count * nbytes)
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
@@ -200,7 +200,7 @@ class L2Medium(Medium):
         self.hashes: list[bytes] = []
 
     def open_session(self, slots: int) -> BlockStore:
-        """Of a store in this process."""
+        """Open a session of a store in this process."""
         self.store = Store(Slab.create(slots, self.nbytes))
         return self.store.session(space_of(self.nbytes))
 
@@ -209,8 +209,8 @@ class L2Medium(Medium):
         blocks = range(self.count + self.singles)
         self.hashes = [key_of(block).hash[:-4] + salt for block in blocks]
 
-    def ours(self, verb: str) -> Pass:
-        step = self._save if verb == "write" else self._load
+    def measured(self, operation: str) -> Pass:
+        step = self._save if operation == "write" else self._load
         cpu, wall = time.process_time(), time.perf_counter()
         for start in self.starts:
             step(self.hashes[start : start + self.run], start)
@@ -222,8 +222,9 @@ class L2Medium(Medium):
             calls.append(time.perf_counter() - began)
         return Pass(self.count * self.nbytes, wall_s, cpu_s, calls)
 
-    def limit(self, verb: str) -> Pass:
-        one, other = (self.source, self.plain) if verb == "write" else (self.plain, self.source)
+    def limit(self, operation: str) -> Pass:
+        writing = operation == "write"
+        one, other = (self.source, self.plain) if writing else (self.plain, self.source)
 
         def copy(number: int, thread: int) -> None:
             part = slice(number * self.nbytes, (number + 1) * self.nbytes)
@@ -233,33 +234,33 @@ class L2Medium(Medium):
 
     def _save(self, hashes: list[bytes], first: int) -> None:
         session, nbytes = self.session, self.nbytes
-        ticket = session.save(hashes)
-        self._done(ticket)
-        assert len(ticket.slot_assignments) == len(hashes), "no slot"
-        view = self._slab(ticket).view
-        for index, slot in ticket.slot_assignments:
+        save = session.save(hashes)
+        self._wait(save)
+        assert len(save.slot_assignments) == len(hashes), "no slot"
+        view = self._slab(save).view
+        for index, slot in save.slot_assignments:
             start = (first + index) % self.count * nbytes
             view(slot)[:nbytes] = self.source[start : start + nbytes]
-        session.commit(ticket)
+        session.commit(save)
 
     def _load(self, hashes: list[bytes], first: int) -> None:
         session, nbytes = self.session, self.nbytes
-        ticket = session.load(hashes)
-        self._done(ticket)
-        assert len(ticket.slots) == len(hashes), "a miss"
-        view = self._slab(ticket).view
-        for index, slot in enumerate(ticket.slots):
+        load = session.load(hashes)
+        self._wait(load)
+        assert len(load.slots) == len(hashes), "a miss"
+        view = self._slab(load).view
+        for index, slot in enumerate(load.slots):
             start = (first + index) % self.count * nbytes
             self.plain[start : start + nbytes] = view(slot)[:nbytes]
-        session.release(ticket)
+        session.release(load)
 
-    def _done(self, ticket: Operation) -> None:
-        while not ticket.done:
-            assert self.session.poll(WAIT_S), "nothing moved"
+    def _wait(self, operation: Operation) -> None:
+        while not operation.done:
+            assert self.session.poll(WAIT_S), "no progress"
 
-    def _slab(self, ticket: Load | Save) -> SlabView:
-        slab = self.session.slab_of(ticket)
-        assert slab is not None, "the store is gone"
+    def _slab(self, operation: Load | Save) -> SlabView:
+        slab = self.session.slab_of(operation)
+        assert slab is not None, "the store is closed"
         return slab
 
     def close(self) -> None:
@@ -269,7 +270,7 @@ class L2Medium(Medium):
 
 
 class SidecarMedium(L2Medium):
-    """The same through a client of a sidecar, which is another process."""
+    """The same through a client of a sidecar, in a separate process."""
 
     def open_session(self, slots: int) -> BlockStore:
         self.folder = tempfile.TemporaryDirectory()
@@ -280,7 +281,7 @@ class SidecarMedium(L2Medium):
         return kvstore.connect(str(path), space_of(self.nbytes))
 
     def contains(self) -> dict[str, float]:
-        """`match` of a run of its blocks; with 64 KiB there are enough."""
+        """Measure `match` of a run of the round's blocks; blocks of 64 KiB are enough in number."""
         hashes = self.hashes[:CONTAINS_BLOCKS]
         if len(hashes) < CONTAINS_BLOCKS or self.count < CONTAINS_BLOCKS:
             return {}
@@ -288,7 +289,7 @@ class SidecarMedium(L2Medium):
         for _ in range(CONTAINS_CALLS):
             began = time.perf_counter()
             match = self.session.match(hashes)
-            self._done(match)
+            self._wait(match)
             calls.append(time.perf_counter() - began)
             assert match.tiers == ["l2"] * CONTAINS_BLOCKS
         return {"p50_ms": statistics.median(calls) * 1e3, "p99_ms": percentile(calls, 99) * 1e3}
@@ -321,7 +322,7 @@ class DiskMedium(TierMedium):
         super().begin(number)
         self.fd = self.files.create(str(self.folder / "plain"), self.count * self.frame_bytes)
 
-    def limit(self, verb: str) -> Pass:
+    def limit(self, operation: str) -> Pass:
         def put(number: int, thread: int) -> None:
             _, header, payload = self.frames[thread]
             done = os.pwritev(self.fd, [header, payload], number * self.frame_bytes)
@@ -333,8 +334,8 @@ class DiskMedium(TierMedium):
             assert os.preadv(self.fd, views, number * self.frame_bytes) == self.frame_bytes
             self.check(buffer.payload)
 
-        threads = self.threads[verb]
-        if verb == "write":
+        threads = self.threads[operation]
+        if operation == "write":
             return run_pass(put, self.count, threads, self.nbytes, lambda: os.fdatasync(self.fd))
         return run_pass(get, self.count, threads, self.nbytes)
 
@@ -349,7 +350,7 @@ class DiskMedium(TierMedium):
 
 
 class Untouchable(MemoryTier):
-    """A tier that has to be asked, and must not be."""
+    """A tier without a local index that fails on any access."""
 
     local_index = False
 
@@ -367,11 +368,11 @@ class Untouchable(MemoryTier):
 
     def _raise(self) -> None:
         self.touched += 1
-        raise AssertionError("a tier was touched that must not be")
+        raise AssertionError("unexpected access to the tier")
 
 
 def contains_local(tier: str, directory: str) -> dict[str, float]:
-    """Milliseconds of `match` for a run that L2 holds, or the disk tier and L2 does not."""
+    """Return the milliseconds of `match` for a run that is in L2, or only in the disk tier."""
     below = Untouchable()
     space = space_of(LAYER_BYTES)
     with tempfile.TemporaryDirectory(dir=directory) as folder:
@@ -382,9 +383,9 @@ def contains_local(tier: str, directory: str) -> dict[str, float]:
             session = store.session(space)
             hashes = [key_of(number).hash for number in range(CONTAINS_BLOCKS)]
             for start in range(0, CONTAINS_BLOCKS, 64):
-                ticket = session.save(hashes[start : start + 64])
-                assert len(ticket.slot_assignments) == 64
-                session.commit(ticket)
+                save = session.save(hashes[start : start + 64])
+                assert len(save.slot_assignments) == 64
+                session.commit(save)
                 assert store.flush(WAIT_S)
             if tier == "disk":
                 store.clear("l2")
@@ -396,5 +397,5 @@ def contains_local(tier: str, directory: str) -> dict[str, float]:
                 assert match.done
                 assert match.tiers == [tier] * CONTAINS_BLOCKS
             session.close()
-    assert below.touched == 0, "the tier below was touched"
+    assert below.touched == 0, "the tier below was accessed"
     return {"p50_ms": statistics.median(calls) * 1e3, "p99_ms": percentile(calls, 99) * 1e3}

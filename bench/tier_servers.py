@@ -1,4 +1,4 @@
-"""For bench/tiers.py: Redis and S3, with servers of their own and bare clients beside the tiers."""
+"""Passes over the media of bench/tiers.py for Redis and S3, with temporary servers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvstore.testing.frames import key_of
 from kvstore.tiers import redis, s3
 
 PIPELINED: Final = 4
-"""Requests that each bare connection has under way."""
+"""Requests in flight per bare connection."""
 PIECE_BYTES: Final = 1 << 16
 S3_AT_ONCE: Final = 16
-"""The default of the tier: its reads and writes under way."""
+"""The tier's default number of concurrent reads and writes."""
 SEGMENT_BYTES: Final = 16 << 20
-"""Of the bare puts: as large as the tier's segments."""
+"""Size of the objects of bare puts; equals the tier's segments."""
 CONTAINS_CALLS: Final = 50
 CONTAINS_VALUE: Final = 4 << 10
 
@@ -37,7 +37,7 @@ def rigs() -> None:
 
 
 def redis_server(stack: ExitStack) -> Callable[[int], Medium]:
-    """Start a Valkey; a maker of media on it."""
+    """Start a Valkey; return the function that makes a medium on it."""
     rigs()
     from redis_rig import Server, valkey_binary
 
@@ -48,7 +48,7 @@ def redis_server(stack: ExitStack) -> Callable[[int], Medium]:
 
 
 def s3_server(stack: ExitStack) -> Callable[[int], Medium]:
-    """Start a SeaweedFS; a maker of media on it."""
+    """Start a SeaweedFS; return the function that makes a medium on it."""
     rigs()
     from s3_rig import running_server
 
@@ -57,7 +57,7 @@ def s3_server(stack: ExitStack) -> Callable[[int], Medium]:
 
 
 class Bare:
-    """One connection that speaks just enough RESP, its values straight to and from buffers."""
+    """One connection with minimal RESP; values are sent from and received into buffers."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -74,36 +74,36 @@ class Bare:
             if sent:
                 views[0] = views[0][sent:]
 
-    def ask(self, name: bytes) -> None:
+    def request(self, name: bytes) -> None:
         self.socket.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name))
 
     def line(self) -> bytes:
-        """A one-line reply."""
+        """Receive a one-line reply."""
         got = b""
         while not got.endswith(b"\r\n"):
             got += self.socket.recv(1)
         return got
 
     def value(self, header: memoryview, payload: memoryview) -> None:
-        """A value: its header and payload, of exactly this many bytes."""
+        """Receive a value of exactly this header's and payload's size."""
         head = b"$%d\r\n" % (len(header) + len(payload))
         self.fill(memoryview(bytearray(len(head))), head)
         self.fill(header)
         self.fill(payload)
         self.fill(memoryview(bytearray(2)), b"\r\n")
 
-    def fill(self, view: memoryview, right: bytes = b"") -> None:
+    def fill(self, view: memoryview, expected: bytes = b"") -> None:
         done = 0
         while done < len(view):
             got = self.socket.recv_into(view[done:])
             assert got, "the server closed the connection"
             done += got
-        assert not right or view == right, bytes(view)
+        assert not expected or view == expected, bytes(view)
 
     def exists(self, names: list[bytes]) -> int:
-        """How many of these there are, each asked for on its own, all in one go."""
-        asks = (b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(name), name) for name in names)
-        self.socket.sendall(b"".join(asks))
+        """Return how many of the names exist: one command for each, all sent at once."""
+        commands = (b"*2\r\n$6\r\nEXISTS\r\n$%d\r\n%b\r\n" % (len(name), name) for name in names)
+        self.socket.sendall(b"".join(commands))
         got = bytearray()
         while got.count(b"\n") < len(names):
             got += self.socket.recv(PIECE_BYTES)
@@ -111,7 +111,7 @@ class Bare:
 
 
 class RedisMedium(TierMedium):
-    """The Redis tier, and bare sockets: as many connections, each with values pipelined."""
+    """The Redis tier, and as many bare connections with pipelined values."""
 
     def __init__(self, nbytes: int, port: int) -> None:
         super().__init__(nbytes)
@@ -119,8 +119,8 @@ class RedisMedium(TierMedium):
         most = max(self.threads.values())
         self.bare = [Bare(port) for _ in range(most)]
 
-    def limit(self, verb: str) -> Pass:
-        """A call is a batch of pipelined values."""
+    def limit(self, operation: str) -> Pass:
+        """Measure batches of pipelined values; one call is one batch."""
         batches = self.count // PIPELINED
 
         def put(number: int, thread: int) -> None:
@@ -133,13 +133,13 @@ class RedisMedium(TierMedium):
         def get(number: int, thread: int) -> None:
             bare, buffer = self.bare[thread], self.buffers[thread]
             for name in names_of(number):
-                bare.ask(name)
+                bare.request(name)
             for _ in range(PIPELINED):
                 bare.value(buffer.header, buffer.payload)
                 self.check(buffer.payload)
 
-        work = put if verb == "write" else get
-        return run_pass(work, batches, self.threads[verb], PIPELINED * self.nbytes)
+        work = put if operation == "write" else get
+        return run_pass(work, batches, self.threads[operation], PIPELINED * self.nbytes)
 
     def end(self) -> None:
         super().end()
@@ -147,8 +147,8 @@ class RedisMedium(TierMedium):
         assert self.bare[0].line() == b"+OK\r\n"
 
     def contains(self) -> dict[str, float]:
-        """One round trip for the run, beside the same commands sent bare."""
-        keys = [key_of(number, tenant="asked") for number in range(CONTAINS_BLOCKS)]
+        """Measure one round trip for the run, and the same commands over a bare connection."""
+        keys = [key_of(number, tenant="contains") for number in range(CONTAINS_BLOCKS)]
         _, header, payload = self.frames[0]
         for key in keys:
             self.tier.write(key, header, payload[:CONTAINS_VALUE])
@@ -156,18 +156,18 @@ class RedisMedium(TierMedium):
         for name in names:
             self.bare[0].put(name, [header])
             self.bare[0].line()
-        ours, bare = [], []
+        tier, bare = [], []
         for _ in range(CONTAINS_CALLS):
             began = time.perf_counter()
             assert all(self.tier.contains(keys))
-            ours.append((time.perf_counter() - began) * 1e3)
+            tier.append((time.perf_counter() - began) * 1e3)
             began = time.perf_counter()
             assert self.bare[0].exists(names) == len(names)
             bare.append((time.perf_counter() - began) * 1e3)
         self.end()
         return {
-            "p50_ms": statistics.median(ours),
-            "p99_ms": percentile(ours, 99),
+            "p50_ms": statistics.median(tier),
+            "p99_ms": percentile(tier, 99),
             "limit_p50_ms": statistics.median(bare),
         }
 
@@ -178,12 +178,12 @@ class RedisMedium(TierMedium):
 
 
 def names_of(number: int) -> list[bytes]:
-    """The bare names of one batch."""
+    """Return the names of one batch of bare values."""
     return [b"bare/%d" % (number * PIPELINED + one) for one in range(PIPELINED)]
 
 
 class Plain:
-    """One HTTP connection to signed URLs, bodies straight to and from buffers."""
+    """One HTTP connection for signed URLs; bodies are sent from and received into buffers."""
 
     def __init__(self, endpoint: str) -> None:
         parts = urlsplit(endpoint)
@@ -204,21 +204,21 @@ class Plain:
 
     def get(self, url: str, first: int, views: list[memoryview]) -> None:
         nbytes = sum(map(len, views))
-        wanted = {"Range": f"bytes={first}-{first + nbytes - 1}"}
-        self.connection.request("GET", url, headers=wanted)
+        headers = {"Range": f"bytes={first}-{first + nbytes - 1}"}
+        self.connection.request("GET", url, headers=headers)
         reply = self.connection.getresponse()
         assert reply.status == 206, reply.status
         for view in views:
             done = 0
             while done < len(view):
                 got = reply.readinto(view[done:])
-                assert got, "a body that ends early"
+                assert got, "the body ended early"
                 done += got
         reply.read()
 
 
 class S3Medium(TierMedium):
-    """The S3 tier, and plain HTTP: objects of a segment's size put, ranges of a frame's got."""
+    """The S3 tier, and plain HTTP: puts of objects of a segment's size, gets of frame ranges."""
 
     total_bytes = 128 << 20
 
@@ -236,8 +236,8 @@ class S3Medium(TierMedium):
         self.puts = [self._url("put_object", number) for number in range(objects)]
         self.gets = [self._url("get_object", number) for number in range(objects)]
 
-    def limit(self, verb: str) -> Pass:
-        """A call of a write is an object, of a read a range."""
+    def limit(self, operation: str) -> Pass:
+        """Measure bare requests; a write is one object, a read one range."""
 
         def put(number: int, thread: int) -> None:
             _, header, payload = self.frames[thread]
@@ -249,13 +249,13 @@ class S3Medium(TierMedium):
             self.plain[thread].get(url, first, [buffer.header, buffer.payload])
             self.check(buffer.payload)
 
-        if verb == "write":
+        if operation == "write":
             return run_pass(put, len(self.puts), self.uploads, self.each * self.nbytes)
-        return run_pass(get, self.count, self.threads[verb], self.nbytes)
+        return run_pass(get, self.count, self.threads[operation], self.nbytes)
 
     def contains(self) -> dict[str, float]:
-        """No request: what is known is answered from memory."""
-        keys = [key_of(number, tenant="asked") for number in range(CONTAINS_BLOCKS)]
+        """Measure the lookup in the tier's index, without a request."""
+        keys = [key_of(number, tenant="contains") for number in range(CONTAINS_BLOCKS)]
         _, header, payload = self.frames[0]
         small = payload[:CONTAINS_VALUE]
         run_pass(
@@ -264,21 +264,21 @@ class S3Medium(TierMedium):
             16,
             len(small),
         )
-        asked = []
+        times = []
         for _ in range(CONTAINS_CALLS):
             began = time.perf_counter()
             assert all(self.tier.contains(keys))
-            asked.append((time.perf_counter() - began) * 1e3)
+            times.append((time.perf_counter() - began) * 1e3)
         self.end()
-        return {"p50_ms": statistics.median(asked), "p99_ms": percentile(asked, 99)}
+        return {"p50_ms": statistics.median(times), "p99_ms": percentile(times, 99)}
 
     def close(self) -> None:
         super().close()
         for plain in self.plain:
             plain.connection.close()
 
-    def _url(self, verb: str, number: int) -> str:
-        """A signed URL, its path and query only."""
+    def _url(self, method: str, number: int) -> str:
+        """Return the path and query of a signed URL."""
         values = {"Bucket": self.bucket, "Key": f"bare/{number}"}
-        parts = urlsplit(self.server.client.generate_presigned_url(verb, values))
+        parts = urlsplit(self.server.client.generate_presigned_url(method, values))
         return f"{parts.path}?{parts.query}"

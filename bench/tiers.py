@@ -1,25 +1,25 @@
-"""How near does each tier come to its medium? Beside each figure, the medium's own limit.
+"""Compares the throughput of each tier with the limit of its medium.
 
     python bench/tiers.py [--tiers l2,sidecar,disk,redis,s3] [--sizes 64KiB,256KiB,2MiB,32MiB]
                           [--rounds 3] [--directory /var/tmp] [--json]
 
-Ours: L2 through save, commit, load and release of a session, the copy being the engine's, once of a
-store in this process and once of a sidecar, which is another; the others through their verbs,
-identity frames, as many calls at once as the tier has workers.
-The limits, in turns with ours, over the same bytes with as many threads:
+The tiers: L2 through save, commit, load and release of a session, with the engine's copy, once with
+a store in this process and once with a sidecar, in a separate process. The other tiers through
+their operations, with the codec `none` and as many concurrent calls as the tier has workers.
+The limits, in turns with the tiers, over the same bytes with as many threads:
 
     l2, sidecar
-           memcpy between private memory, as an engine's is, and shared memory, as L2 has to be
-    disk   preadv and pwritev of the same bytes in one preallocated file, O_DIRECT where it may be;
+           memcpy between private memory, as in an engine, and shared memory, as in L2
+    disk   preadv and pwritev of the same bytes in one preallocated file, with O_DIRECT if possible;
            both end with fdatasync
-    redis  a bare client: sockets, RESP by hand, values pipelined, received where they belong
-    s3     a bare client: signed URLs over plain HTTP connections; objects of a segment's size are
-           put, ranges of a frame's size got
+    redis  a bare client: sockets, RESP written by hand, values pipelined, received in place
+    s3     a bare client: signed URLs over plain HTTP connections; puts of objects of a segment's
+           size, gets of ranges of a frame's size
 
-Figures are the best round's; `ratio` is best over best, and behind it the median of the rounds' own
-ratios. CPU seconds are of this process, not of servers. Every read checks its length, and a part
-of the bytes. `contains` asks for a run of 512 blocks; for L2 and disk through `match`, over a tier
-that raises when it is touched.
+Figures are those of the best round; `ratio` is best over best, followed by the median of the
+rounds' own ratios. CPU seconds are of this process, without servers. Every read checks its
+length and a part of the bytes. `contains` looks up a run of 512 blocks; for L2 and disk it is
+`match`, with a tier below that raises on access.
 """
 
 from __future__ import annotations
@@ -44,46 +44,55 @@ from tier_media import (
     contains_local,
 )
 
-COLUMNS: Final = ("tier", "block", "verb", "GB/s", "limit, GB/s", "ratio", "p50, ms", "p99, ms")
+COLUMNS: Final = (
+    "tier",
+    "block",
+    "operation",
+    "GB/s",
+    "limit, GB/s",
+    "ratio",
+    "p50, ms",
+    "p99, ms",
+)
 CPU_COLUMNS: Final = ("CPU s/GB", "limit's")
 
 
 def rounds_of(medium: Medium, rounds: int) -> list[dict[str, Pass]]:
-    """Passes by name, in turns."""
+    """Return the passes of each round, by name; tier and limit take turns."""
     found = []
     for number in range(rounds):
         one = {}
         medium.begin(number)
-        for verb in ("write", "read"):
-            one[f"limit {verb}"] = medium.limit(verb)
-            one[verb] = medium.ours(verb)
+        for operation in ("write", "read"):
+            one[f"limit {operation}"] = medium.limit(operation)
+            one[operation] = medium.measured(operation)
         medium.end()
         found.append(one)
     return found
 
 
-def row_of(verb: str, found: list[dict[str, Pass]]) -> dict[str, Any]:
-    """One verb's figures: the best round, ours and the limit's."""
-    ours = [one[verb] for one in found]
-    limits = [one[f"limit {verb}"] for one in found]
-    best = max(ours, key=lambda one: one.gb_s)
+def row_of(operation: str, found: list[dict[str, Pass]]) -> dict[str, Any]:
+    """Return one operation's figures: the best round of the tier and of the limit."""
+    measured = [one[operation] for one in found]
+    limits = [one[f"limit {operation}"] for one in found]
+    best = max(measured, key=lambda one: one.gb_s)
     limit = max(limits, key=lambda one: one.gb_s)
-    ratios = [o.gb_s / bare.gb_s for o, bare in zip(ours, limits, strict=True)]
+    ratios = [tier.gb_s / bare.gb_s for tier, bare in zip(measured, limits, strict=True)]
     return {
-        "verb": verb,
+        "operation": operation,
         "gb_s": best.gb_s,
         "limit_gb_s": limit.gb_s,
         "ratio": best.gb_s / limit.gb_s,
         "ratio_median": statistics.median(ratios),
-        "p50_ms": min(one.percentile_ms(50) for one in ours),
-        "p99_ms": min(one.percentile_ms(99) for one in ours),
-        "cpu_s_per_gb": min(one.cpu_s_per_gb for one in ours),
+        "p50_ms": min(one.percentile_ms(50) for one in measured),
+        "p99_ms": min(one.percentile_ms(99) for one in measured),
+        "cpu_s_per_gb": min(one.cpu_s_per_gb for one in measured),
         "limit_cpu_s_per_gb": min(one.cpu_s_per_gb for one in limits),
     }
 
 
 def maker_of(tier: str, directory: str, stack: ExitStack) -> Callable[[int], Medium]:
-    """What makes the medium of a tier for a size of block."""
+    """Return the function that makes a tier's medium for a block size."""
     if tier == "l2":
         return L2Medium
     if tier == "sidecar":
@@ -98,27 +107,27 @@ def maker_of(tier: str, directory: str, stack: ExitStack) -> Callable[[int], Med
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for tier in options.tiers.split(","):
-        asked: dict[str, float] = {}
+        lookup: dict[str, float] = {}
         with ExitStack() as stack:
             make = maker_of(tier, options.directory, stack)
             for size in options.sizes.split(","):
                 medium = make(SIZES[size])
                 found = rounds_of(medium, options.rounds)
                 named = {"tier": tier, "block": size}
-                rows += [{**named, **row_of(verb, found)} for verb in ("write", "read")]
-                asked = asked or medium.contains()
+                rows += [{**named, **row_of(operation, found)} for operation in ("write", "read")]
+                lookup = lookup or medium.contains()
                 medium.close()
         if tier in ("l2", "disk"):
-            asked = contains_local(tier, options.directory)
-        if asked:
-            rows.append({"tier": tier, "block": "512 blocks", "verb": "contains", **asked})
+            lookup = contains_local(tier, options.directory)
+        if lookup:
+            rows.append({"tier": tier, "block": "512 blocks", "operation": "contains", **lookup})
     return rows
 
 
 def line_of(row: dict[str, Any]) -> str:
-    """A row of the table."""
-    cells = [row["tier"], row["block"], row["verb"]]
-    if row["verb"] == "contains":
+    """Return a row of the table."""
+    cells = [row["tier"], row["block"], row["operation"]]
+    if row["operation"] == "contains":
         limit = row.get("limit_p50_ms")
         bare = "" if limit is None else f"{limit:.3f} ms"
         ratio = "" if limit is None else f"{limit / row['p50_ms']:.2f}"
@@ -135,10 +144,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tiers", default="l2,sidecar,disk,redis,s3")
-    parser.add_argument("--sizes", default=",".join(SIZES))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--directory", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--tiers", default="l2,sidecar,disk,redis,s3", help="tiers to measure")
+    parser.add_argument("--sizes", default=",".join(SIZES), help="block sizes")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
+    parser.add_argument(
+        "--directory", default=tempfile.gettempdir(), help="directory on the disk to measure"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     Path(options.directory).mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,12 @@
-"""How soon does the first token come: computed, from L1, from L2, from disk, by prompt length?
+"""Time to first token by prompt length: computed, from L1, from L2 and from disk.
 
     python bench/ttft.py [--model smollm2|random] [--lengths 256,512,1024,2048] [--json]
-                         [--png docs/img/ttft.png] [--threads N] [--repeats N]
+                         [--plot docs/img/ttft.png] [--threads N] [--repeats N]
 
 One engine over an embedded store in this process. Each prompt is real text (Python's reference
-manual) under a cache salt of its own, so that no two share a prefix. The disk is read with the
-page cache bypassed where the file system allows it. Of several repeats the best is kept: noise
-only adds.
+manual) with a separate cache salt, so that no two prompts share a prefix. Disk reads bypass the
+page cache where the file system allows it. The best of several repeats is reported, because noise
+only adds time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvstore.tiers import disk
 BLOCK_TOKENS: Final = 16
 WAIT_MS: Final = 600_000.0
 DISK_BYTES: Final = 4 << 30
-PLACES: Final = ("cold", "l1", "l2", "disk")
+SOURCES: Final = ("cold", "l1", "l2", "disk")
 SPARE_SLOTS: Final = 64
 FLUSH_S: Final = 120.0
 
 
 class Rig:
-    """An engine, its store, and the ways to empty each tier."""
+    """An engine and its store."""
 
     def __init__(self, loaded: LoadedModel, longest: int, threads: int, folder: str) -> None:
         pages = 2 * (longest // BLOCK_TOKENS + 2)
@@ -61,19 +61,19 @@ class Rig:
             loaded, num_pages=pages, page_tokens=BLOCK_TOKENS, hooks=hooks, runner=runner
         )
 
-    def ttft_ms(self, prompt: list[int], salt: str, place: str) -> float:
-        """Time to first token, checked to come from where it should."""
+    def ttft_ms(self, prompt: list[int], salt: str, source: str) -> float:
+        """Return the time to first token; check that the KV came from `source`."""
         [output] = self.engine.generate([prompt], max_tokens=1, ignore_eos=True, cache_salt=salt)
         cached = {tier: tokens for tier, tokens in output.cached.items() if tokens}
         full = (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-        expected = {} if place == "cold" else {place: full}
-        assert cached == expected, f"{place}: {cached} instead of {expected}"
+        expected = {} if source == "cold" else {source: full}
+        assert cached == expected, f"{source}: {cached} instead of {expected}"
         return output.times.ttft_ms
 
     def measure(self, prompt: list[int], salt: str) -> dict[str, float]:
-        """One prompt through every place, in the order in which it can be there."""
+        """Measure one prompt from each source, in the order in which the blocks reach it."""
         found = {"cold": self.ttft_ms(prompt, salt, "cold")}
-        assert self.store.flush(FLUSH_S)  # or the hit would share the cores with its own writes
+        assert self.store.flush(FLUSH_S)  # otherwise the hit competes with its own writes for CPU
         found["l1"] = self.ttft_ms(prompt, salt, "l1")
         self.engine.reset_prefix_cache()
         found["l2"] = self.ttft_ms(prompt, salt, "l2")
@@ -99,7 +99,7 @@ def load(model: str) -> LoadedModel:
 
 
 def real_tokens(loaded: LoadedModel, count: int) -> list[int]:
-    """Token ids of the manual's text."""
+    """Return token ids of the manual's text."""
     assert loaded.tokenizer is not None
     text = "\n\n".join(topics[name] for name in sorted(topics))
     ids = [int(token) for token in loaded.tokenizer.encode(text[: 6 * count])]
@@ -120,14 +120,14 @@ def measure_all(options: argparse.Namespace) -> list[dict[str, Any]]:
                 rig.measure(tokens[:length], f"{length}-{repeat}")
                 for repeat in range(options.repeats)
             ]
-            best = {f"{place}_ms": round(min(s[place] for s in seen), 1) for place in PLACES}
+            best = {f"{source}_ms": round(min(s[source] for s in seen), 1) for source in SOURCES}
             rows.append({"prompt_tokens": length, **best})
         rig.close()
     return rows
 
 
-def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Time to first token over prompt length, a line for each place."""
+def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Plot time to first token over prompt length, one line per source."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -136,8 +136,8 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.2), dpi=150)
     lengths = [row["prompt_tokens"] for row in rows]
     labels = {"cold": "computed", "l1": "L1", "l2": "L2", "disk": "disk"}
-    for place, label in labels.items():
-        axes.plot(lengths, [row[f"{place}_ms"] for row in rows], marker="o", label=label)
+    for source, label in labels.items():
+        axes.plot(lengths, [row[f"{source}_ms"] for row in rows], marker="o", label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
@@ -153,25 +153,29 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=("smollm2", "random"), default="smollm2")
-    parser.add_argument("--lengths", default="256,512,1024,2048", help="prompt tokens")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--disk-folder", help="where the disk tier's folder is made")
-    parser.add_argument("--png", type=Path, help="draw a picture into this file")
+    parser.add_argument(
+        "--model", choices=("smollm2", "random"), default="smollm2", help="model to run"
+    )
+    parser.add_argument("--lengths", default="256,512,1024,2048", help="prompt lengths, in tokens")
+    parser.add_argument("--repeats", type=int, default=3, help="repeats per length")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="CPU threads of the engine"
+    )
+    parser.add_argument("--disk-folder", help="parent of the disk tier's directory")
+    parser.add_argument("--plot", type=Path, help="write a plot to this file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     rows = measure_all(options)
-    if options.png is not None:
+    if options.plot is not None:
         name = {"smollm2": "SmolLM2-135M", "random": "a random model"}[options.model]
-        draw(rows, f"{name}, float32, CPU threads: {torch.get_num_threads()}", options.png)
+        plot(rows, f"{name}, float32, CPU threads: {torch.get_num_threads()}", options.plot)
     if options.json:
         print(json.dumps({"rows": rows}))
         return
     print("| prompt tokens | computed, ms | L1, ms | L2, ms | disk, ms | computed / disk |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: |")
     for row in rows:
-        times = [row[f"{place}_ms"] for place in PLACES]
+        times = [row[f"{source}_ms"] for source in SOURCES]
         cells = " | ".join(f"{time:,.1f}" for time in times)
         print(f"| {row['prompt_tokens']:,} | {cells} | {times[0] / times[3]:.1f} |")
 

@@ -1,7 +1,7 @@
 """Time to vLLM's first token by prompt length: computed, and from each cache.
 
     python bench/vllm_ttft.py --vllm .venv-vllm/bin/python [--lengths 128,...,900,1900]
-                              [--repeats N] [--json] [--png docs/img/vllm_ttft.png]
+                              [--repeats N] [--json] [--plot docs/img/vllm_ttft.png]
     python bench/vllm_ttft.py --vllm .venv-vllm/bin/python --saves 100
 
 The second form measures only the cost of saving in a cold request. The two engines take turns with
@@ -196,7 +196,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"| {row['tokens']:,} | {times} | {ratio:.2f} | {row['save_overhead']:+.1%} |")
 
 
-def draw(rows: list[dict[str, Any]], path: str) -> None:
+def plot(rows: list[dict[str, Any]], path: str) -> None:
     import matplotlib
 
     matplotlib.use("svg" if path.endswith(".svg") else "agg")
@@ -225,7 +225,7 @@ def main() -> None:
         help="measure only the cost of saving, with this number of pairs",
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--png")
+    parser.add_argument("--plot", help="write a plot to this file")
     options = parser.parse_args()
     lengths = [int(length) for length in options.lengths.split(",")]
     if options.saves:
@@ -234,8 +234,8 @@ def main() -> None:
         return
     rows = measure(lengths, options.repeats, options.vllm)
     print(json.dumps(rows)) if options.json else show(rows)
-    if options.png:
-        draw(rows, options.png)
+    if options.plot:
+        plot(rows, options.plot)
 
 
 if __name__ == "__main__":

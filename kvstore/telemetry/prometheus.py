@@ -21,7 +21,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvstore.version import __version__
 from kvstore.telemetry.prometheus_tables import (
     CODEC_METRICS,
     COUNTER,
@@ -31,6 +30,7 @@ from kvstore.telemetry.prometheus_tables import (
     SERVICE_METRICS,
     TIER_METRICS,
 )
+from kvstore.version import __version__
 
 Stats = Mapping[str, Any]
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.version import __version__
 from kvstore.config.settings import TraceSettings
 from kvstore.config.units import without_login
 from kvstore.errors import ConfigError
+from kvstore.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

@@ -236,7 +236,7 @@ def test_plan_prints_a_table(tmp_path: Path) -> None:
         ("[1]", [], ["not a JSON object"]),
         ("{}", [], ["model_type"]),
         ('{"model_type": "lama"}', [], ["did you mean llama"]),
-        ('{"model_type": "llama"}', [], ["lacks"]),
+        ('{"model_type": "llama"}', [], ["has no 'num_attention_heads'"]),
         (json.dumps(LLAMA_3_8B), ["--l2", "200GiX"], ["200GiX"]),
         (json.dumps(LLAMA_3_8B), ["--block-tokens", "0"], ["block_tokens"]),
     ],

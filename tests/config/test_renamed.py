@@ -84,11 +84,15 @@ def fields() -> Iterator[str]:
         yield from (f"{name}.{key}" for key in model.model_fields)
 
 
+def numbered(path: str) -> str:
+    """The path with the number of the first tier."""
+    return path.replace("tiers.", "tiers.0.", 1) if path.startswith("tiers.") else path
+
+
 @pytest.mark.parametrize(("old", "new"), KEYS)
-def test_an_old_key_of_the_file(tmp_path: Path, old: str, new: str) -> None:
-    shown = {"tiers." + key: f"tiers.0.{key}" for key in TierSettings.model_fields}
-    told = old.replace("tiers.", "tiers.0."), shown.get(new, new)
-    assert refusal(Settings.load, None, tree_of(old)) == f"{told[0]} is now {told[1]}"
+def test_an_old_key_of_the_file(old: str, new: str) -> None:
+    line = f"{numbered(old)} is now {numbered(new)}"
+    assert refusal(Settings.load, None, tree_of(old)) == line
     assert new in set(fields())
     assert old not in set(fields())
 
@@ -114,12 +118,8 @@ def test_an_old_environment_variable(monkeypatch: pytest.MonkeyPatch, old: str, 
 def test_an_old_key_of_the_command_line(
     capfd: pytest.CaptureFixture[str], old: str, new: str
 ) -> None:
-    place = ("tiers.0." if old.startswith("tiers.") else "").join
-    told, now = (
-        place(["", key.removeprefix("tiers.")]) if "tiers." in key else key for key in (old, new)
-    )
-    line = f"{told} is now {now}"
-    assert lines_of(capfd, "config", "show", "--set", f"{told}={SECRET}") == line
+    line = f"{numbered(old)} is now {numbered(new)}"
+    assert lines_of(capfd, "config", "show", "--set", f"{numbered(old)}={SECRET}") == line
 
 
 @pytest.mark.parametrize(("kind", "old", "new"), TIER_KEYS)
@@ -157,7 +157,7 @@ def test_an_old_key_of_the_vllm_connector(old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), extra_keys("secondary_tiers"))
-def test_an_old_key_of_the_vllm_tier(capfd: pytest.CaptureFixture[str], old: str, new: str) -> None:
+def test_an_old_key_of_the_vllm_tier(old: str, new: str) -> None:
     from kvstore.config.settings import validate
 
     line = refusal(validate, OffloadTierSettings, nested(old), "secondary_tiers")

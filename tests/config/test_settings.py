@@ -13,7 +13,7 @@ from kvstore.config.settings import Section, Settings, suggest, validate
 from kvstore.config.units import parse_ms
 from kvstore.errors import ConfigError
 
-MAX_KNOBS = 45
+MAX_KEYS = 45
 
 FILE = """
 [l2]
@@ -174,14 +174,14 @@ def test_a_tiers_own_part_is_told_apart_the_same_way() -> None:
         validate(Config, {"directroy": "x"}, "tiers.0")
 
 
-def knobs(model: type[BaseModel]) -> Iterator[str]:
+def key_paths(model: type[BaseModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from (f"{name}.{inner}" for inner in knobs(kind))
+            yield from (f"{name}.{inner}" for inner in key_paths(kind))
         else:
             yield name
 
 
-def test_there_are_not_too_many_knobs() -> None:
-    assert len(list(knobs(Settings))) <= MAX_KNOBS
+def test_there_are_not_too_many_key_paths() -> None:
+    assert len(list(key_paths(Settings))) <= MAX_KEYS

@@ -230,7 +230,9 @@ def test_the_configuration_fits_the_pod(sidecar: Manifest, settings: Settings) -
     for tier in settings.tiers:
         values = validate(tier_module(tier.kind).Config, tier.model_extra or {}, tier.kind)
         assert set(values.directories) <= mounts
-    assert settings.limits.shutdown_drain_timeout / 1e3 < pod(sidecar)["terminationGracePeriodSeconds"]
+    assert (
+        settings.limits.shutdown_drain_timeout / 1e3 < pod(sidecar)["terminationGracePeriodSeconds"]
+    )
 
 
 def test_the_tiers_in_its_comments_are_right_too(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Prometheus' rules by promtool; and a real Prometheus that scrapes a real sidecar and engine under
-load: every panel of the Grafana dashboards must have something to show."""
+"""Prometheus rules by promtool; and a real Prometheus that scrapes a real sidecar and engine under
+load: every panel of the Grafana dashboards must have data."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "prometheus"
 DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
 LIMIT_S = 120.0
-"""A hang guard for tests, no measure."""
+"""A timeout that only a hang exceeds."""
 RATE = "20s"
-"""The window of rates here, in place of Grafana's."""
+"""The window of rates, in place of Grafana's."""
 
 pytestmark = pytest.mark.prometheus
 
@@ -53,11 +53,11 @@ def test_promtool_accepts_rules_and_configuration() -> None:
     promtool("check", "config", str(RULES / "prometheus.yml"))
 
 
-def test_the_rules_do_what_they_say() -> None:
+def test_rules_pass_their_promtool_tests() -> None:
     promtool("test", "rules", str(RULES / "tests" / "kvstore.test.yml"))
 
 
-def test_every_alert_is_fired_by_a_test() -> None:
+def test_every_alert_has_a_test() -> None:
     alerts = set(re.findall(r"- alert: (\w+)", (RULES / "kvstore.rules.yml").read_text()))
     tested = set(
         re.findall(r"alertname: (\w+)", (RULES / "tests" / "kvstore.test.yml").read_text())
@@ -66,14 +66,14 @@ def test_every_alert_is_fired_by_a_test() -> None:
 
 
 def panels() -> Iterator[tuple[str, str, str]]:
-    """(dashboard, panel, expression) of all."""
+    """(dashboard, panel, expression) of every panel."""
     for file in DASHBOARDS:
         for panel in json.loads(file.read_text())["panels"]:
             for target in panel.get("targets", []):
                 yield file.stem, panel["title"], target["expr"]
 
 
-def test_dashboards_are_whole() -> None:
+def test_dashboards_are_valid() -> None:
     assert len(DASHBOARDS) == 2
     for file in DASHBOARDS:
         board = json.loads(file.read_text())
@@ -82,7 +82,7 @@ def test_dashboards_are_whole() -> None:
         assert all(0 < box["w"] <= 24 - box["x"] for box in boxes)
         places = [(box["x"] + x, box["y"] + y) for box in boxes for x in range(box["w"])
                   for y in range(box["h"])]  # fmt: skip
-        assert len(places) == len(set(places)), "two panels lie on one another"
+        assert len(places) == len(set(places)), "two panels overlap"
         names = {each["name"] for each in board["templating"]["list"]}
         used = set(re.findall(r"\$\{?(\w+)", json.dumps(board["panels"])))
         assert used <= names | {"__rate_interval"}
@@ -90,7 +90,7 @@ def test_dashboards_are_whole() -> None:
 
 
 class Stack:
-    """A sidecar, an engine and a Prometheus, each a process of its own."""
+    """A sidecar, an engine and a Prometheus, each in its own process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -98,7 +98,7 @@ class Stack:
         self._processes: list[subprocess.Popen[bytes]] = []
         kvstore = [sys.executable, "-m", "kvstore"]
         socket = str(folder / "kv.sock")
-        # L2 is small, so that what was asked for before comes from disk.
+        # L2 is small, so that repeated prompts are loaded from disk.
         self._run("sidecar", [
             *kvstore, "serve", "--socket", socket, "--port", str(self.ports["sidecar"]),
             "--l2", "2MiB", "--slot-bytes", "64KiB", "--disk", str(folder / "disk"),
@@ -118,21 +118,21 @@ class Stack:
         return f"http://127.0.0.1:{self.ports[name]}{path}"
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """What Prometheus answers now."""
+        """The result of a query now."""
         words = urllib.parse.urlencode({"query": expression})
         answer = json.loads(get(self.url("prometheus", f"/api/v1/query?{words}")))
         assert answer["status"] == "success"
         result: list[dict[str, Any]] = answer["data"]["result"]
         return result
 
-    def ask(self, prompt: str, traffic_label: str) -> None:
+    def request(self, prompt: str, traffic_label: str) -> None:
         body = {"model": "m", "prompt": prompt, "max_tokens": 2}
-        request = urllib.request.Request(
+        call = urllib.request.Request(
             self.url("engine", "/v1/completions"),
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json", "X-KVStore-Traffic-Label": traffic_label},
         )
-        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+        with urllib.request.urlopen(call, timeout=LIMIT_S) as answer:
             assert answer.status == 200
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Stack:
         self._processes.append(process)
 
     def _scrape(self) -> None:
-        """Prometheus over both, by the jobs' names of deploy/prometheus, each second."""
+        """Start Prometheus with the job names of deploy/prometheus, scraping every second."""
         config = self.folder / "prometheus.yml"
         jobs = [
             {"job_name": f"kvstore-{name}",
@@ -194,18 +194,18 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stop = threading.Event()
 
     def load() -> None:
-        """Prompts that come again after L2 has lost them, and some that never came."""
+        """Repeat prompts that L2 has evicted, and send some new ones."""
         number = 0
         while not stop.is_set():
-            text = f"{number % 14} is asked for again and again, and is not short. " * 5
-            made.ask(text, ("chat", "rag")[number % 2])
-            made.ask(f"{number} new {number} words {number} " * 3, "chat")
+            text = f"{number % 14} is a prompt that comes again and again, and is long. " * 5
+            made.request(text, ("chat", "rag")[number % 2])
+            made.request(f"{number} new {number} words {number} " * 3, "chat")
             number += 1
 
     worker = threading.Thread(target=load, daemon=True)
     worker.start()
     try:
-        wait_until(lambda: served_from_disk(made), "a block was served from disk")
+        wait_until(lambda: hit_from_disk(made), "a block was loaded from disk")
         time.sleep(float(RATE.rstrip("s")) / 2)  # rates need some scrapes
         yield made
     finally:
@@ -214,13 +214,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         made.close()
 
 
-def served_from_disk(stack: Stack) -> bool:
+def hit_from_disk(stack: Stack) -> bool:
     found = stack.query('kvstore_hit_bytes_total{tier="disk"}')
     return bool(found) and float(found[0]["value"][1]) > 0
 
 
 def fill_in(expression: str) -> str:
-    """The expression with what Grafana puts in for its variables."""
+    """The expression with values for Grafana's variables."""
     filled = expression.replace("$__rate_interval", RATE)
     return re.sub(r"\$(instance|tenant)", ".*", filled)
 
@@ -236,7 +236,7 @@ def test_every_panel_has_data(stack: Stack) -> None:
         left = []
         for name, expression in empty:
             values = [float(row["value"][1]) for row in stack.query(fill_in(expression))]
-            if not any(value == value for value in values):  # NaN is nothing to show
+            if not any(value == value for value in values):  # NaN is not data
                 left.append((name, expression))
         return left
 
@@ -249,7 +249,7 @@ def test_every_panel_has_data(stack: Stack) -> None:
 
 
 @pytest.mark.slow
-def test_the_variables_of_the_dashboards_have_values(stack: Stack) -> None:
+def test_dashboard_variables_have_values(stack: Stack) -> None:
     for file in DASHBOARDS:
         for each in json.loads(file.read_text())["templating"]["list"]:
             if each["type"] == "query":
@@ -261,7 +261,7 @@ def test_the_variables_of_the_dashboards_have_values(stack: Stack) -> None:
 
 
 @pytest.mark.slow
-def test_rules_are_evaluated_and_nothing_is_alarmed(stack: Stack) -> None:
+def test_rules_are_evaluated_and_no_alert_fires(stack: Stack) -> None:
     wait_until(lambda: stack.query("instance:kvstore_hit_rate:ratio_rate5m"), "a recorded ratio")
     groups = json.loads(get(stack.url("prometheus", "/api/v1/rules")))["data"]["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
@@ -270,7 +270,7 @@ def test_rules_are_evaluated_and_nothing_is_alarmed(stack: Stack) -> None:
 
 
 @pytest.mark.slow
-def test_promtool_finds_nothing_to_say_of_the_engine(stack: Stack) -> None:
+def test_promtool_accepts_the_engines_metrics(stack: Stack) -> None:
     done = subprocess.run(
         [program("promtool"), "check", "metrics"],
         input=get(stack.url("engine", "/metrics")),

@@ -1,7 +1,7 @@
-"""A plain reference to hold the model against: float64 numpy, whole sequences, one head at a time.
+"""Reference model for comparison: float64 numpy, whole sequences, one head at a time.
 
 It shares no code with the engine: rotary positions are complex products, attention is a full
-matrix with its upper triangle struck out. Also writes the model folders and files the tests load.
+matrix with its upper triangle masked. Also writes the model folders and files that the tests load.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def head_dim(raw: dict[str, Any]) -> int:
 
 
 def make_weights(raw: dict[str, Any], seed: int) -> Weights:
-    """Random float32 weights under Hugging Face's names."""
+    """Return random float32 weights under Hugging Face's names."""
     rng = np.random.default_rng(seed)
     hidden, inner = raw["hidden_size"], raw["intermediate_size"]
     q = raw["num_attention_heads"] * head_dim(raw)
@@ -110,7 +110,7 @@ def make_weights(raw: dict[str, Any], seed: int) -> Weights:
 def write_folder(
     folder: Path, raw: dict[str, Any], weights: Weights, *, shards: int = 1, dtype: Any = None
 ) -> Path:
-    """A Hugging Face model folder."""
+    """Write a Hugging Face model folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(raw))
     tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.items()}
@@ -157,7 +157,7 @@ def gguf_name(name: str) -> str:
 
 
 def paired(array: np.ndarray, width: int) -> np.ndarray:
-    """Rows of q or k as llama's GGUF files order them: the two halves of a head interleaved."""
+    """Return rows of q or k in the order of llama's GGUF files: a head's halves interleaved."""
     out = np.empty_like(array)
     for head in range(len(array) // width):
         for i in range(width // 2):
@@ -176,7 +176,7 @@ def write_gguf(
     skip: tuple[str, ...] = (),
     divisors: np.ndarray | None = None,
 ) -> Path:
-    """A GGUF file as llama.cpp's converter writes it; matrices in `kind`, vectors in float32."""
+    """Write a GGUF file as llama.cpp's converter does: matrices in `kind`, vectors in float32."""
     family = raw["model_type"]
     writer = gguf.GGUFWriter(str(path), family)
     writer.add_context_length(raw["max_position_embeddings"])
@@ -212,7 +212,7 @@ def write_gguf(
 
 
 def angle_per_position(raw: dict[str, Any], pair: int) -> float:
-    """Radians one position turns this pair of dimensions."""
+    """Return the rotation of this pair of dimensions per position, in radians."""
     newer = raw.get("rope_parameters") or {}
     scaling = newer or raw.get("rope_scaling") or {}
     theta = newer.get("rope_theta", raw["rope_theta"])
@@ -234,7 +234,7 @@ def angle_per_position(raw: dict[str, Any], pair: int) -> float:
 
 
 def turn(vector: np.ndarray, position: int, raw: dict[str, Any]) -> np.ndarray:
-    """One head's vector turned: the pair (i, i + d/2) as one complex number."""
+    """Return one head's vector rotated: each pair (i, i + d/2) as one complex number."""
     half = len(vector) // 2
     out = vector.copy()
     for i in range(half):
@@ -252,7 +252,7 @@ def rms(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 def forward(
     raw: dict[str, Any], weights: Weights, tokens: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [tokens, vocab] and KV [layers, 2, tokens, kv_heads, head_dim] of one sequence."""
+    """Return logits [tokens, vocab] and KV [layers, 2, tokens, kv_heads, head_dim]."""
     w = {name: array.astype(np.float64) for name, array in weights.items()}
     eps, width = raw["rms_norm_eps"], head_dim(raw)
     heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]

@@ -1,4 +1,4 @@
-"""A plain model of the radix cache: one entry per page-aligned prefix, every question a scan."""
+"""Reference model of the radix cache: one entry per page-aligned prefix, every query a scan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.engine.radix import RadixCache
 from kvstore.engine.radix_node import Node
 
 Prefix = tuple[tuple[str, str], tuple[int, ...]]
-"""A root and whole pages of tokens: names the last of these pages."""
+"""A root and whole pages of tokens; identifies the last of these pages."""
 
 
 def array(tokens: list[int] | tuple[int, ...]) -> np.ndarray:
@@ -18,7 +18,7 @@ def array(tokens: list[int] | tuple[int, ...]) -> np.ndarray:
 
 
 def nodes_of(cache: RadixCache) -> list[tuple[Prefix, Node]]:
-    """Every node with the prefix it ends at, parents first; read from the tree's insides."""
+    """Return every node with its prefix, parents first, from the tree's private fields."""
     found: list[tuple[Prefix, Node]] = [((name, ()), top) for name, top in cache._roots.items()]
     for (name, before), node in found:
         for child in node.children.values():
@@ -28,7 +28,7 @@ def nodes_of(cache: RadixCache) -> list[tuple[Prefix, Node]]:
 
 
 def contents(cache: RadixCache) -> tuple[dict[Prefix, int], set[Prefix]]:
-    """(page of every prefix on the device, every prefix marked as stored)."""
+    """Return (page of every prefix on the device, every prefix marked as stored)."""
     on_device: dict[Prefix, int] = {}
     stored: set[Prefix] = set()
     for (name, tokens), node in nodes_of(cache):
@@ -46,7 +46,7 @@ def contents(cache: RadixCache) -> tuple[dict[Prefix, int], set[Prefix]]:
 
 @dataclass
 class Reference:
-    """Obviously right, and slow: every page is an entry of its own, every question a scan."""
+    """Simple and slow: every page is a separate entry, every query is a scan."""
 
     page_tokens: int
     page: dict[Prefix, int] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Reference:
     now: int = 0
 
     def path(self, at: Prefix) -> list[Prefix]:
-        """The whole-page prefixes of `at`, shortest first."""
+        """Return the whole-page prefixes of `at`, shortest first."""
         name, tokens = at
         size = self.page_tokens
         return [(name, tokens[:end]) for end in range(size, len(tokens) + 1, size)]
@@ -90,7 +90,7 @@ class Reference:
         self.touch([prefix for prefix in self.path(at) if prefix not in self.locked()])
 
     def victim(self) -> Prefix | None:
-        """The least recent page that nobody locks and that no page on the device continues."""
+        """Return the least recent unlocked page without a following page on the device."""
         size = self.page_tokens
         inner = {(name, tokens[:-size]) for name, tokens in self.page}
         leaves = self.page.keys() - inner - self.locked()

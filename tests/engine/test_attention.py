@@ -1,4 +1,4 @@
-"""Attention as CUDA runs it, on CPU: the same numbers as with the mask written out."""
+"""CUDA's attention call, run on CPU, gives the same values as an explicit mask."""
 
 from __future__ import annotations
 

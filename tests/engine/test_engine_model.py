@@ -1,4 +1,4 @@
-"""The engine over the real model: its own greedy tokens, whatever was cached or preempted."""
+"""The engine over the real model: greedy tokens do not depend on cache or preemption."""
 
 from __future__ import annotations
 

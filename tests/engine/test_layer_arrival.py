@@ -1,4 +1,4 @@
-"""KV that arrives layer by layer: the runner computes a layer only after that layer's copy."""
+"""KV that is copied layer by layer: the runner computes a layer only after that layer's copy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMIT_S = 60.0
 
 
 class LateLayer:
-    """A layer that comes when it is asked for, as the device would have it in order."""
+    """A layer that is copied when `order` is called, as a device stream would do."""
 
     def __init__(self, copier: LateCopier, layer: int, pages: list[int]) -> None:
         self._copier, self._layer, self._pages = copier, layer, pages
@@ -45,11 +45,11 @@ class LateLayer:
         return self._there.is_set()
 
     def wait(self) -> None:
-        assert self._there.wait(LIMIT_S), f"nobody waited for layer {self._layer}"
+        assert self._there.wait(LIMIT_S), f"layer {self._layer} was not ordered"
 
 
 class LateCopier(HostCopier):
-    """Scatters into a shadow of the pool; a layer comes over when it is ordered. Until then its
+    """Scatters into a shadow of the pool. A layer is copied when it is ordered; until then its
     pages are NaN."""
 
     def __init__(self, pool: torch.Tensor) -> None:
@@ -127,7 +127,7 @@ def test_layers_that_arrive_late_change_nothing(loaded: LoadedModel, store: Stor
 def test_a_request_that_ends_while_its_load_runs_leaves_the_order_to_the_next(
     loaded: LoadedModel, store: Store
 ) -> None:
-    """Its pages may be another's in the next step, which must not write them before the copy."""
+    """The next step may reuse its pages and must not write them before the copy."""
     known, new, _ = prompts()
     bare = Engine(loaded, num_pages=NUM_PAGES, page_tokens=PAGE_TOKENS)
     [wanted] = bare.generate([new], max_tokens=4, ignore_eos=True)

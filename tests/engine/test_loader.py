@@ -1,4 +1,4 @@
-"""Model folders, GGUF files, random models: what loads, what is refused, what is digested."""
+"""Model folders, GGUF files, random models: accepted, rejected, and the digest."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_shards_and_folder_names_do_not_matter_to_the_namespace(
     )
 
 
-def test_what_changes_kv_changes_the_namespace(folder: Path, tmp_path: Path) -> None:
+def test_a_change_that_affects_kv_changes_the_namespace(folder: Path, tmp_path: Path) -> None:
     raw = naive.raw_config("llama")
     weights = naive.make_weights(raw, seed=1)
     loaded = load_model(folder, device="cpu")
@@ -156,7 +156,7 @@ def test_what_changes_kv_changes_the_namespace(folder: Path, tmp_path: Path) -> 
     assert len(digests) == 6
 
 
-def test_what_does_not_change_kv_leaves_the_namespace(folder: Path) -> None:
+def test_a_change_that_does_not_affect_kv_keeps_the_namespace(folder: Path) -> None:
     before = load_model(folder, device="cpu").namespace(16)
     rewrite(folder, eos_token_id=[5, 6], max_position_embeddings=256, torch_dtype="float16")
     loaded = load_model(folder, device="cpu")
@@ -178,7 +178,7 @@ def test_stored_half_precision_is_widened(tmp_path: Path) -> None:
     np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_tied_head_that_is_stored_all_the_same_is_not_read(tmp_path: Path) -> None:
+def test_a_stored_head_of_tied_embeddings_is_not_read(tmp_path: Path) -> None:
     raw = naive.raw_config("qwen2")
     weights = naive.make_weights(raw, seed=1)
     stored = {**weights, "lm_head.weight": np.zeros((280, 64), np.float32)}
@@ -190,24 +190,24 @@ def test_a_tied_head_that_is_stored_all_the_same_is_not_read(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "architecture 'gpt2' is not supported; supported are llama, qwen"),
+        ({"model_type": "gpt2"}, "architecture 'gpt2' is not supported; use one of llama, qwen"),
         ({"model_type": None}, "architecture 'missing' is not supported"),
-        ({"hidden_size": None}, "the entry 'hidden_size' is missing"),
-        ({"hidden_size": "wide"}, "an entry has a value that cannot be used"),
-        ({"num_attention_heads": 0, "head_dim": None}, "an entry has a value that cannot be used"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; 'silu' is"),
+        ({"hidden_size": None}, "missing entry 'hidden_size'"),
+        ({"hidden_size": "wide"}, "an entry has an invalid value"),
+        ({"num_attention_heads": 0, "head_dim": None}, "an entry has an invalid value"),
+        ({"hidden_act": "gelu"}, r"hidden_act must be 'silu' \(got 'gelu'\)"),
         ({"use_sliding_window": True}, "sliding-window attention is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial rotary positions are not supported"),
         ({"quantization_config": {"bits": 4}}, "quantised weights are not supported here"),
-        ({"num_hidden_layers": 3}, "'model.layers.2.self_attn.q_proj.weight' is missing"),
-        ({"num_hidden_layers": 1}, "'model.layers.1.*' has no place in a llama model"),
-        ({"intermediate_size": 97}, r"gate_proj.weight' has shape \(96, 64\); .* \(97, 64\)"),
-        ({"model_type": "qwen3"}, "self_attn.q_norm.weight' is missing"),
-        ({"attention_bias": True}, "self_attn.o_proj.bias' is missing"),
+        ({"num_hidden_layers": 3}, "missing tensor 'model.layers.2.self_attn.q_proj.weight'"),
+        ({"num_hidden_layers": 1}, "unexpected tensor 'model.layers.1.*' in a llama model"),
+        ({"intermediate_size": 97}, r"gate_proj.weight' must have shape \(97, 64\) .*\(96, 64\)"),
+        ({"model_type": "qwen3"}, "missing tensor '.*self_attn.q_norm.weight'"),
+        ({"attention_bias": True}, "missing tensor '.*self_attn.o_proj.bias'"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused_in_one_line(
+def test_an_invalid_config_is_rejected_in_one_line(
     folder: Path, changes: dict[str, Any], message: str
 ) -> None:
     rewrite(folder, **changes)
@@ -216,56 +216,58 @@ def test_a_config_that_does_not_fit_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_that_is_no_model_is_refused(folder: Path, tmp_path: Path) -> None:
-    def refused(path: Path, message: str) -> None:
+def test_a_folder_without_a_model_is_rejected(folder: Path, tmp_path: Path) -> None:
+    def rejected(path: Path, message: str) -> None:
         with pytest.raises(ConfigError, match=message) as caught:
             load_model(path, device="cpu")
         assert "\n" not in str(caught.value)
 
-    refused(tmp_path / "absent", "no model at .*absent'; a Hugging Face model folder or a .gguf")
+    rejected(
+        tmp_path / "absent", "no model at .*absent'; give a Hugging Face model folder or a .gguf"
+    )
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", r"has no config\.json")
+    rejected(tmp_path / "empty", r"has no config\.json")
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").unlink()
-    refused(folder, r"has no weights; \*\.safetensors files would be right")
+    rejected(folder, r"has no weights: \*\.safetensors files are required")
     (folder / "model.safetensors").write_bytes(weights[:1000])
-    refused(folder, "cannot be read as safetensors")
+    rejected(folder, "cannot read .* as safetensors")
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "../../elsewhere.safetensors"}})
     )
-    refused(folder, r"has no elsewhere\.safetensors, which model\.safetensors\.index\.json names")
+    rejected(folder, r"has no elsewhere\.safetensors, which is in model\.safetensors\.index\.json")
     (folder / "model.safetensors.index.json").write_text("[]")
-    refused(folder, "holds no JSON object")
+    rejected(folder, "is not a JSON object")
     (folder / "config.json").write_text("{")
-    refused(folder, "cannot be read as JSON")
+    rejected(folder, "cannot read .* as JSON")
 
 
-def test_integer_weights_are_refused(folder: Path) -> None:
+def test_integer_weights_are_rejected(folder: Path) -> None:
     raw = naive.raw_config("llama")
     weights = naive.make_weights(raw, seed=1)
     tensors = {name: torch.from_numpy(array) for name, array in weights.items()}
     tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int8)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"'model\.norm\.weight' is torch\.int8"):
+    with pytest.raises(ConfigError, match=r"'model\.norm\.weight' has dtype torch\.int8"):
         load_model(folder, device="cpu")
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"device": "gpu"}, "device 'gpu' is not known; 'cpu' or 'cuda' is right"),
+        ({"device": "gpu"}, "unknown device 'gpu'; use 'cpu' or 'cuda'"),
         ({"device": "meta"}, "device 'meta' is not supported"),
-        ({"dtype": "fp8"}, "dtype 'fp8' is not supported; one of float32, bfloat16, float16 is"),
+        ({"dtype": "fp8"}, "dtype 'fp8' is not supported; use one of float32, bfloat16, float16"),
     ],
 )
-def test_an_unknown_device_or_dtype_is_refused(wrong: dict, message: str) -> None:
+def test_an_unknown_device_or_dtype_is_rejected(wrong: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         random_model(1, **{"device": "cpu", **wrong})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_device_that_is_not_here_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device 'cuda' is not here"):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is present")
+def test_an_absent_device_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="device 'cuda' is not available"):
         random_model(1, device="cuda")
     assert random_model(1, layers=1, hidden=64).model.device == torch.device("cpu")
 
@@ -275,58 +277,58 @@ def small_gguf(path: Path, **options: Any) -> Path:
     return naive.write_gguf(path, raw, naive.make_weights(raw, 1), **options)
 
 
-def test_a_gguf_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    def refused(path: Path, message: str) -> None:
+def test_an_unsupported_gguf_file_is_rejected(tmp_path: Path) -> None:
+    def rejected(path: Path, message: str) -> None:
         with pytest.raises(ConfigError, match=message) as caught:
             load_model(path, device="cpu")
         assert "\n" not in str(caught.value)
 
     (tmp_path / "text").write_text("not a model, though it is long enough to be one")
-    refused(tmp_path / "text", "its first four bytes are not 'GGUF'")
+    rejected(tmp_path / "text", "its first four bytes are not 'GGUF'")
     (tmp_path / "short").write_bytes(b"GGUF")
-    refused(tmp_path / "short", "it is too short")
+    rejected(tmp_path / "short", "it is too short")
     missing = small_gguf(tmp_path / "missing.gguf", skip=("blk.0.ffn_up.weight",))
-    refused(missing, r"tensor 'blk\.0\.ffn_up\.weight' is missing")
+    rejected(missing, r"missing tensor 'blk\.0\.ffn_up\.weight'")
     whole = small_gguf(tmp_path / "whole.gguf", kind=Q.Q8_0).read_bytes()
     other = whole.replace(b"qwen3", b"qwen9")
     (tmp_path / "other").write_bytes(other)
-    refused(tmp_path / "other", "architecture 'qwen9' is not supported; supported are llama, qwen2")
+    rejected(tmp_path / "other", "architecture 'qwen9' is not supported; use one of llama, qwen2")
     at = re.search(rb"blk\.0\.ffn_up\.weight\x02\0\0\0.{16}", whole, re.DOTALL)
     assert at is not None
     for kind, message in (
-        (250, "'blk.0.ffn_up.weight' has quantisation 250, which is not known"),
-        (9, "has quantisation Q8_1, which cannot be decoded; Q4_0, Q4_1"),
+        (250, "'blk.0.ffn_up.weight' has the unknown quantisation 250"),
+        (9, "has quantisation Q8_1, which is not supported; use Q4_0, Q4_1"),
     ):
         changed = bytearray(whole)
         changed[at.end() : at.end() + 4] = kind.to_bytes(4, "little")
         (tmp_path / "kind").write_bytes(changed)
-        refused(tmp_path / "kind", message)
+        rejected(tmp_path / "kind", message)
 
 
-def test_a_damaged_gguf_file_never_does_worse_than_be_refused(tmp_path: Path) -> None:
+def test_a_corrupt_gguf_file_only_raises_config_error(tmp_path: Path) -> None:
     whole = small_gguf(tmp_path / "whole.gguf").read_bytes()
     header = whole.index(b"blk.0") + 2000
     rng = random.Random(1)
-    file = tmp_path / "damaged.gguf"
-    refusals: list[str] = []
+    file = tmp_path / "corrupt.gguf"
+    errors: list[str] = []
     for case in range(300):
         if case % 3 == 0:
-            damaged = whole[: rng.randrange(len(whole) if case % 2 else header)]
+            corrupt = whole[: rng.randrange(len(whole) if case % 2 else header)]
         else:
             changed = bytearray(whole)
             for _ in range(rng.choice((1, 1, 4))):
                 changed[rng.randrange(header)] = rng.randrange(256)
-            damaged = bytes(changed)
-        file.write_bytes(damaged)
+            corrupt = bytes(changed)
+        file.write_bytes(corrupt)
         try:
             GGUFFile(file).config()
         except ConfigError as error:
-            refusals.append(str(error))
-    assert len(refusals) > 100
-    assert not any("\n" in refusal for refusal in refusals)
+            errors.append(str(error))
+    assert len(errors) > 100
+    assert not any("\n" in error for error in errors)
 
 
-def test_random_models_follow_their_seed() -> None:
+def test_random_models_are_determined_by_their_seed() -> None:
     def make(seed: int, **options: Any) -> LoadedModel:
         return random_model(seed, **{"layers": 2, "hidden": 64, "device": "cpu", **options})
 
@@ -343,7 +345,7 @@ def test_random_models_follow_their_seed() -> None:
     assert make(1, tied_embeddings=True).config.tied_embeddings
 
 
-def test_a_config_alone_gives_a_shape() -> None:
+def test_a_config_without_weights_gives_a_shape() -> None:
     raw = {key: value for key, value in naive.BASE.items() if key != "head_dim"}
     config = config_from_hf({**raw, "model_type": "qwen2", "num_key_value_heads": None})
     assert (config.head_dim, config.kv_heads, config.qkv_bias) == (16, 4, True)

@@ -1,4 +1,4 @@
-"""The engine against its dull twins: whatever happens to pages, the tokens stay the same."""
+"""The engine against a reference without cache: page operations never change the tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fake_engine(
     )
 
 
-# ---- the large one: random request sets under random faults ----
+# ---- random request sets under random faults ----
 
 
 @dataclass
@@ -129,7 +129,7 @@ def faulty_plan(scene: Scene) -> FakePlan:
 
 
 def play(engine: Engine, scene: Scene) -> dict[str, Output]:
-    """Feed the scene to the engine by its steps; whole outputs by request id."""
+    """Submit the scene's requests at their steps; return whole outputs by request id."""
     outputs: list[Output] = []
     step = 0
     left = dict(enumerate(scene.asks))
@@ -190,8 +190,8 @@ def test_outputs_do_not_depend_on_pages_faults_or_neighbours(scene: Scene) -> No
         check_outputs(engine, scene, play(engine, scene))
 
 
-def test_random_scenes_meet_every_situation() -> None:
-    """The scenes above are worth something only if they preempt, evict, load and abort."""
+def test_random_scenes_cover_every_situation() -> None:
+    """The scenes above must include preemption, eviction, loads and aborts."""
     rng = random.Random(5)
     trunk = [rng.randrange(VOCAB) for _ in range(40)]
     asks = [
@@ -257,7 +257,7 @@ def test_l1_hits_are_the_longest_common_prefix_in_pages(
     st.sampled_from([1, 4]),
     st.sampled_from([1, 2, 4]),
 )
-def test_l2_hits_are_whole_blocks_less_the_last_token(
+def test_l2_hits_are_whole_blocks_without_the_last_token(
     rows: list[tuple[int, int, int, bool]], page_tokens: int, pages_per_block: int
 ) -> None:
     block_tokens = page_tokens * pages_per_block
@@ -327,7 +327,7 @@ def test_a_load_begins_inside_a_block_where_l1_ends() -> None:
     engine.check()
 
 
-def test_a_load_cut_short_is_computed_and_counted_as_such() -> None:
+def test_a_truncated_load_is_recomputed_and_counted() -> None:
     blocks: dict = {}
     prompt = list(range(60))
     fake_engine(blocks=blocks).generate([prompt])
@@ -358,7 +358,7 @@ def test_evicted_nodes_stay_in_the_tree_while_the_store_has_them() -> None:
     engine.check()
 
 
-def test_what_was_loaded_is_known_to_be_stored() -> None:
+def test_loaded_blocks_are_marked_as_stored() -> None:
     blocks: dict = {}
     first = list(range(41))
     fake_engine(64, 4, 8, blocks=blocks).generate([first], max_tokens=1)
@@ -369,7 +369,7 @@ def test_what_was_loaded_is_known_to_be_stored() -> None:
     assert engine.cache.believed_tokens(_job_like(engine, first)) == 40
 
 
-def test_the_tree_forgets_what_the_store_has_lost() -> None:
+def test_the_tree_forgets_blocks_that_the_store_lost() -> None:
     engine = fake_engine(20, 4, 8)
     first = list(range(40))
     engine.generate([first], max_tokens=1)
@@ -384,7 +384,7 @@ def test_the_tree_forgets_what_the_store_has_lost() -> None:
     engine.check()
 
 
-def test_the_tree_forgets_what_a_load_did_not_bring() -> None:
+def test_the_tree_forgets_blocks_that_a_load_did_not_deliver() -> None:
     plan = FakePlan(load_cut=lambda: 99)
     engine = fake_engine(20, 4, 8, plan=plan, max_batch_tokens=16)
     first = list(range(40))
@@ -400,7 +400,7 @@ def test_the_tree_forgets_what_a_load_did_not_bring() -> None:
     engine.check()
 
 
-def test_the_tree_keeps_what_the_store_still_has() -> None:
+def test_the_tree_keeps_blocks_that_the_store_still_has() -> None:
     engine = fake_engine(20, 4, 8)
     first = list(range(40))
     engine.generate([first], max_tokens=1)
@@ -416,7 +416,7 @@ def test_the_tree_keeps_what_the_store_still_has() -> None:
 
 
 def _job_like(engine: Engine, prompt: list[int]):
-    """A job with this prompt that is not in the engine."""
+    """Return a job with this prompt that is not in the engine."""
     engine.add(Request(request_id="probe", prompt_tokens=prompt))
     job = engine.scheduler.waiting[-1]
     engine.abort("probe")
@@ -427,7 +427,7 @@ def _job_like(engine: Engine, prompt: list[int]):
 # ---- ends ----
 
 
-def test_an_end_token_ends_unless_told_otherwise() -> None:
+def test_an_end_token_ends_the_request_unless_ignored() -> None:
     prompt = list(range(30))
     right = reference_tokens(prompt, 12, VOCAB)
     engine = fake_engine(config=FakeConfig(VOCAB, eos_ids=(right[4],)))
@@ -441,7 +441,7 @@ def test_an_end_token_ends_unless_told_otherwise() -> None:
     assert output.tokens == right[:cut]
 
 
-def test_max_tokens_none_takes_what_context_and_pool_allow() -> None:
+def test_without_max_tokens_context_and_pool_set_the_limit() -> None:
     prompt = list(range(30))
     (output,) = fake_engine(10, 4, 4, hooks=False).generate([prompt], max_tokens=None)
     assert len(output.tokens) == 41 - 30
@@ -478,7 +478,7 @@ def test_close_ends_every_request() -> None:
     assert engine.step()[-1].finish_reason == "abort"
 
 
-# ---- bad input ----
+# ---- invalid input ----
 
 
 @pytest.mark.parametrize(
@@ -487,13 +487,13 @@ def test_close_ends_every_request() -> None:
         ({"prompt_tokens": []}, ["empty", "1"]),
         ({"prompt_tokens": [1] * 200}, ["200", "128"]),
         ({"prompt_tokens": [1] * 128}, ["128"]),
-        ({"prompt_tokens": [1, 97]}, ["97", "0..96"]),
-        ({"prompt_tokens": [1, -1]}, ["-1", "0..96"]),
-        ({"prompt_tokens": [1, 1 << 70]}, ["0..96"]),
+        ({"prompt_tokens": [1, 97]}, ["97", "0 to 96"]),
+        ({"prompt_tokens": [1, -1]}, ["-1", "0 to 96"]),
+        ({"prompt_tokens": [1, 1 << 70]}, ["0 to 96"]),
         ({"prompt_tokens": [1, 2.5]}, ["integers"]),
         ({"max_tokens": 0}, ["max_tokens", "0", "1"]),
         ({"max_tokens": 200}, ["200", "128"]),
-        ({"max_tokens": 100}, ["never", "64"]),
+        ({"max_tokens": 100}, ["do not fit", "64"]),
         ({"lora_name": "green"}, ["green", "blue, red"]),
         ({"temperature": -1.0}, ["temperature", "-1"]),
         ({"top_p": 0.0}, ["top_p"]),
@@ -502,7 +502,7 @@ def test_close_ends_every_request() -> None:
         ({"stop": ("x",)}, ["tokenizer"]),
     ],
 )
-def test_bad_requests_are_one_clear_line(fields: dict, words: list[str]) -> None:
+def test_invalid_requests_raise_one_line(fields: dict, words: list[str]) -> None:
     engine = fake_engine(64, 1, 4, config=FakeConfig(VOCAB, max_positions=128))
     request = Request(**{"request_id": "a", "prompt_tokens": [1, 2], **fields})
     with pytest.raises(ConfigError) as error:
@@ -515,7 +515,7 @@ def test_bad_requests_are_one_clear_line(fields: dict, words: list[str]) -> None
     engine.check()
 
 
-def test_an_id_in_use_is_refused_also_while_its_copy_runs() -> None:
+def test_an_id_in_use_is_rejected_while_its_copy_runs() -> None:
     blocks: dict = {}
     prompt = list(range(60))
     fake_engine(blocks=blocks).generate([prompt])
@@ -532,7 +532,7 @@ def test_an_id_in_use_is_refused_also_while_its_copy_runs() -> None:
     engine.check()
 
 
-def test_the_queue_has_an_end() -> None:
+def test_the_queue_is_bounded() -> None:
     engine = fake_engine(max_waiting=2)
     for name in "ab":
         engine.add(Request(request_id=name, prompt_tokens=[1, 2]))
@@ -553,14 +553,14 @@ def test_the_queue_has_an_end() -> None:
         ({"hash_algo": "sha257_cbor"}, ["sha256_cbor"]),
     ],
 )
-def test_sizes_that_do_not_fit_are_one_clear_line(options: dict, words: list[str]) -> None:
+def test_invalid_sizes_raise_one_line(options: dict, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         fake_engine(**options)
     for word in words:
         assert word in str(error.value)
 
 
-def test_caching_can_be_switched_off() -> None:
+def test_caching_can_be_disabled() -> None:
     engine = fake_engine(hooks=False, prefix_cache=False)
     prompt = list(range(40))
     for _ in range(2):
@@ -571,8 +571,8 @@ def test_caching_can_be_switched_off() -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_times_are_told_to_who_wants_them(wanted: bool) -> None:
-    """A device is waited for to know how long a step took, so nobody else is to pay for it."""
+def test_step_times_are_recorded_only_on_request(wanted: bool) -> None:
+    """Step times need a device synchronisation; only engines that request them pay for it."""
     engine = fake_engine()
     assert isinstance(engine.hooks, FakeHooks)
     engine.hooks.wants_times = wanted

@@ -80,7 +80,7 @@ def test_rows_of_several_adapters_in_one_step(case: str, form: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", [name for names in NAMES.values() for name in names])
-def test_each_matrix_lands_in_its_own_columns(name: str, tmp_path: Path) -> None:
+def test_each_matrix_is_added_to_its_own_columns(name: str, tmp_path: Path) -> None:
     raw = naive.raw_config("qwen2")
     weights = naive.make_weights(raw, seed=1)
     loaded = load_model(naive.write_folder(tmp_path / "m", raw, weights), device="cpu")
@@ -116,7 +116,7 @@ def test_kv_of_one_adapter_is_wrong_for_another() -> None:
             assert wrong.argmax() != right.argmax()
 
 
-def test_a_random_adapter_follows_its_seed() -> None:
+def test_a_random_adapter_is_determined_by_its_seed() -> None:
     config = random_model(1, layers=2, hidden=64, device="cpu").config
     assert random_adapter(1, config).digest == random_adapter(1, config).digest
     assert random_adapter(1, config).digest != random_adapter(2, config).digest
@@ -127,18 +127,16 @@ def test_a_random_adapter_follows_its_seed() -> None:
     ("settings", "message"),
     [
         ({"use_dora": True}, "use_dora is not supported"),
-        ({"bias": "all"}, "bias 'all' is not supported"),
+        ({"bias": "all"}, r"bias must be 'none' \(got 'all'\)"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is not supported"),
-        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
-        ({"r": 0}, "r is 0"),
-        ({"r": "4"}, "r is '4'"),
-        ({"r": 8}, "layer 0 down_proj has .* does not fit this model of 2 layers"),
+        ({"peft_type": "IA3"}, r"peft_type must be 'LORA' \(got 'IA3'\)"),
+        ({"r": 0}, r"r must be 1 to 1024 \(got 0\)"),
+        ({"r": "4"}, r"r must be .*\(got '4'\)"),
+        ({"r": 8}, "layer 0 down_proj .*does not fit this model of 2 layers"),
     ],
 )
-def test_an_adapter_that_cannot_be_right_is_refused(
-    settings: dict, message: str, tmp_path: Path
-) -> None:
+def test_an_invalid_adapter_is_rejected(settings: dict, message: str, tmp_path: Path) -> None:
     raw = naive.raw_config("llama")
     weights = naive.make_weights(raw, seed=1)
     config = load_model(naive.write_folder(tmp_path / "m", raw, weights), device="cpu").config
@@ -149,15 +147,15 @@ def test_an_adapter_that_cannot_be_right_is_refused(
         load_adapter(tmp_path / "a", config)
 
 
-def test_an_adapter_folder_that_is_not_one_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_an_adapter_is_rejected(tmp_path: Path) -> None:
     config = random_model(1, layers=2, hidden=64, device="cpu").config
-    with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"cannot read .*adapter_config\.json"):
         load_adapter(tmp_path, config)
     (tmp_path / "adapter_config.json").write_text('{"r": 4}')
     with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors"):
         load_adapter(tmp_path, config)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match="cannot be read as safetensors"):
+    with pytest.raises(ConfigError, match=r"cannot read .* as safetensors"):
         load_adapter(tmp_path, config)
     save_file(
         {"base_model.model.lm_head.lora_A.weight": torch.zeros(4, 64)},
@@ -169,5 +167,5 @@ def test_an_adapter_folder_that_is_not_one_is_refused(tmp_path: Path) -> None:
         {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(4, 64)},
         tmp_path / "adapter_model.safetensors",
     )
-    with pytest.raises(ConfigError, match="layer 0 q_proj has"):
+    with pytest.raises(ConfigError, match="layer 0 q_proj does not fit"):
         load_adapter(tmp_path, config)

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def pages_for(tokens: int, first: int = 0) -> np.ndarray:
-    """Page ids in falling order, so that nothing works by being contiguous."""
+    """Return page ids in descending order, so that no test relies on contiguous pages."""
     count = -(-tokens // PAGE)
     return np.arange(first + count, first, -1, dtype=np.int32)
 
@@ -38,8 +38,8 @@ def test_logits_and_kv_equal_the_reference(case: str, tmp_path: Path) -> None:
     for start, end in ((0, 40), (40, 41), (41, 42), (42, 75)):
         got = runner.step([StepRow(tokens[start:end], start, pages)])
         np.testing.assert_allclose(got[0].numpy(), logits[end - 1], atol=1e-4, rtol=1e-4)
-    held = runner.pool[:, :, pages.astype(np.int64)].flatten(2, 3)[:, :, : len(tokens)]
-    np.testing.assert_allclose(held.numpy(), cached, atol=1e-4, rtol=1e-4)
+    pool_kv = runner.pool[:, :, pages.astype(np.int64)].flatten(2, 3)[:, :, : len(tokens)]
+    np.testing.assert_allclose(pool_kv.numpy(), cached, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -91,14 +91,14 @@ def test_interleaved_pairs_are_half_split_ones_reordered() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"family": "gpt2"}, "architecture 'gpt2' is not supported; supported are llama, qwen2"),
-        ({"kv_heads": 3}, "4 heads do not divide into 3 KV heads"),
-        ({"head_dim": 15}, "head_dim is 15"),
-        ({"layers": 0}, "layers is 0"),
-        ({"rope": RopeConfig(divisors=(1.0, 2.0))}, "2 rope divisors do not fit head_dim 16"),
+        ({"family": "gpt2"}, "architecture 'gpt2' is not supported; use one of llama, qwen2"),
+        ({"kv_heads": 3}, r"heads must be a multiple of kv_heads \(3\) \(got 4\)"),
+        ({"head_dim": 15}, r"head_dim must be even .*\(got 15\)"),
+        ({"layers": 0}, r"layers must be at least 1 \(got 0\)"),
+        ({"rope": RopeConfig(divisors=(1.0, 2.0))}, "rope divisors must be 8 for head_dim 16"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(change: dict, message: str) -> None:
+def test_an_invalid_shape_is_rejected(change: dict, message: str) -> None:
     shape = {
         "layers": 1,
         "heads": 4,
@@ -113,6 +113,6 @@ def test_a_shape_that_cannot_be_is_refused(change: dict, message: str) -> None:
         ModelConfig(**{**shape, **change})
 
 
-def test_an_unknown_rope_scaling_is_refused() -> None:
+def test_an_unknown_rope_scaling_is_rejected() -> None:
     with pytest.raises(ConfigError, match="rope scaling 'yarn' is not supported"):
         RopeConfig(scaling="yarn")

@@ -1,9 +1,9 @@
-"""Two published experiments on prefix caches, with an unmodified OpenAI client, on our engine.
+"""Two published experiments on prefix caches, with an unmodified OpenAI client, on this engine.
 
 The first asks a question after a long text, another question after the same text, and then puts a
-line in front of the text. The second sends prompts whose lengths lie at block boundaries twice.
-Both were published as times; here the cached tokens that the usage tells must explain them, and
-the output must not depend on where the KV came from.
+line in front of the text. The second sends prompts with lengths at block boundaries twice.
+Both were published as times. Here the cached tokens in the usage must explain them, and the
+output must not depend on the source of the KV.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ DOCUMENT = topics["class"][:1500]
 FIRST, SECOND = "How is a class made?", "What is a metaclass good for?"
 
 
-class Asked:
-    """An engine, its client, and maybe a sidecar; page and block are 16 tokens."""
+class EngineClient:
+    """An engine, its client and optionally a sidecar; pages and blocks have 16 tokens."""
 
     def __init__(self, engine: EngineProcess, sidecar: ForkedSidecar | None) -> None:
         self.engine = engine
@@ -47,8 +47,8 @@ class Asked:
             model="tiny", prompt=tokens, temperature=0, max_tokens=8
         )
 
-    def forget(self, *, saved: int = 0) -> None:
-        """Empty the engine's own cache, once the sidecar holds so many blocks."""
+    def empty_l1(self, *, saved: int = 0) -> None:
+        """Empty the engine's own cache after the sidecar has `saved` blocks."""
         if self.sidecar is not None:
             sidecar = self.sidecar
             wait_until(lambda: sidecar.stats()["l2"]["slots_ready"] >= saved, "blocks are saved")
@@ -56,13 +56,13 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Asked]:
+def alone() -> Iterator[EngineClient]:
     with EngineProcess() as engine:
-        yield Asked(engine, None)
+        yield EngineClient(engine, None)
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineClient]:
     folder = tmp_path_factory.mktemp("sidecar")
     sidecar = ForkedSidecar(folder, {"l2": {"bytes": 512 << 16, "slot_bytes": 1 << 16}})
     try:
@@ -70,14 +70,14 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
         with EngineProcess(
             "--store", sidecar.socket, "--store-connect-timeout", "30s", *wait
         ) as engine:
-            yield Asked(engine, sidecar)
+            yield EngineClient(engine, sidecar)
     finally:
         assert sidecar.stop() == 0
 
 
 @pytest.fixture(params=["alone", "stored"])
-def asked(request: pytest.FixtureRequest) -> Asked:
-    found: Asked = request.getfixturevalue(request.param)
+def served(request: pytest.FixtureRequest) -> EngineClient:
+    found: EngineClient = request.getfixturevalue(request.param)
     found.engine.reset()
     return found
 
@@ -101,63 +101,63 @@ def length(answer: Completion | ChatCompletion) -> int:
     return answer.usage.prompt_tokens
 
 
-def made(answer: Completion | ChatCompletion) -> str:
+def output_text(answer: Completion | ChatCompletion) -> str:
     [choice] = answer.choices
     text: str = choice.message.content if isinstance(answer, ChatCompletion) else choice.text
     return text
 
 
-def shared(*, name: str) -> int:
-    """Tokens that both questions have in front of them; the model's tokens are bytes."""
+def shared_tokens(*, name: str) -> int:
+    """Return the tokens before either question; the model's tokens are bytes."""
     return len(f"system: {name}{DOCUMENT}\nuser: ")
 
 
-def test_same_prefix_is_reused_and_text_in_front_of_it_undoes_that(asked: Asked) -> None:
-    name = "alone " if asked.sidecar is None else "stored "  # cold in each
-    cold = asked.chat(name + DOCUMENT, FIRST)
-    same = asked.chat(name + DOCUMENT, SECOND)
-    front = asked.chat("Today is Monday. " + name + DOCUMENT, SECOND)
-    again = asked.chat("Today is Monday. " + name + DOCUMENT, SECOND)
+def test_a_prefix_is_reused_unless_text_precedes_it(served: EngineClient) -> None:
+    name = "alone " if served.sidecar is None else "stored "  # cold in each
+    cold = served.chat(name + DOCUMENT, FIRST)
+    same = served.chat(name + DOCUMENT, SECOND)
+    front = served.chat("Today is Monday. " + name + DOCUMENT, SECOND)
+    again = served.chat("Today is Monday. " + name + DOCUMENT, SECOND)
 
     assert cached(cold) < 2 * PAGE
-    assert cached(same) == shared(name=name) // PAGE * PAGE
+    assert cached(same) == shared_tokens(name=name) // PAGE * PAGE
     assert cached(front) < 2 * PAGE  # "system: " at most: nothing after the new text
     assert cached(again) == (length(again) - 1) // PAGE * PAGE
 
-    # Nobody's output depends on what was cached.
-    assert made(again) == made(front) != ""
-    asked.engine.reset()
-    assert made(asked.chat(name + DOCUMENT, SECOND)) == made(same)
+    # The output does not depend on the cache.
+    assert output_text(again) == output_text(front) != ""
+    served.engine.reset()
+    assert output_text(served.chat(name + DOCUMENT, SECOND)) == output_text(same)
 
 
-def test_a_second_engine_run_finds_the_prefix_in_the_store(stored: Asked) -> None:
+def test_a_restarted_engine_finds_the_prefix_in_the_store(stored: EngineClient) -> None:
     before = stored.sidecar.stats()["l2"]["slots_ready"] if stored.sidecar else 0
     cold = stored.chat("store " + DOCUMENT, FIRST)
-    full = shared(name="store ") // PAGE
-    stored.forget(saved=before + full)
+    full = shared_tokens(name="store ") // PAGE
+    stored.empty_l1(saved=before + full)
     warm = stored.chat("store " + DOCUMENT, SECOND)
     assert cached(cold) < 2 * PAGE
     assert by_tier(warm) == {"l2": full * PAGE}
 
 
 @pytest.mark.parametrize(("tokens", "hit"), [(16, 0), (96, 80), (97, 96)])
-def test_block_boundaries(asked: Asked, tokens: int, hit: int) -> None:
+def test_block_boundaries(served: EngineClient, tokens: int, hit: int) -> None:
     prompt = [(7 * number + tokens) % 250 for number in range(tokens)]
-    first, second = asked.complete(prompt), asked.complete(prompt)
+    first, second = served.complete(prompt), served.complete(prompt)
     assert (length(first), length(second)) == (tokens, tokens)
     assert cached(first) == 0
     assert cached(second) == hit <= tokens - 1  # the last token is always computed
-    assert made(first) == made(second)
+    assert output_text(first) == output_text(second)
 
 
 @pytest.mark.parametrize("tokens", [16, 96, 97])
-def test_block_boundaries_from_the_store(stored: Asked, tokens: int) -> None:
+def test_block_boundaries_from_the_store(stored: EngineClient, tokens: int) -> None:
     prompt = [(11 * number + tokens) % 250 for number in range(tokens)]
     before = stored.sidecar.stats()["l2"]["slots_ready"] if stored.sidecar else 0
     first = stored.complete(prompt)
-    stored.forget(saved=before + tokens // PAGE)
+    stored.empty_l1(saved=before + tokens // PAGE)
     second = stored.complete(prompt)
     assert cached(first) == 0
     assert cached(second) <= tokens - 1
     assert by_tier(second).get("l2", 0) >= (tokens - 1) // PAGE * PAGE
-    assert made(first) == made(second)
+    assert output_text(first) == output_text(second)

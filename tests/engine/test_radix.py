@@ -1,4 +1,4 @@
-"""The radix cache against a plain reference that keeps one entry per page-aligned prefix."""
+"""The radix cache against a reference with one entry per page-aligned prefix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POOL_PAGES = 24
 ROOTS = [("", ""), ("adapter", ""), ("", "salt")]
 
 # Pages as tokens: 0 to 2 agree in all but their last token, 3 differs from the first on.
-# Most prompts are cut from a few long ones, so that paths are shared, split and met again.
+# Most prompts are prefixes of a few long ones, so that paths are shared, split and revisited.
 LONG = [[0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1], [0, 0, 2, 0, 3, 0, 0], [3, 0, 0, 0, 0, 0, 0]]
 page_kinds = st.one_of(
     st.builds(lambda kinds, end: kinds[:end], st.sampled_from(LONG), st.integers(0, 7)),
@@ -33,7 +33,7 @@ page_kinds = st.one_of(
 )
 
 places = st.tuples(st.integers(0, 8), st.integers(0, 15))
-"""Somewhere in a prompt: pages, and tokens more."""
+"""A position in a prompt: whole pages and remaining tokens."""
 
 
 class RadixMachine(RuleBasedStateMachine):
@@ -100,10 +100,10 @@ class RadixMachine(RuleBasedStateMachine):
         at = (root, tokens[: found.tokens])
         return self.lock(found.node, at) if lock else multiple()
 
-    @rule(held=consumes(locked))
-    def unlock(self, held: tuple[Node, Prefix]) -> None:
-        self.cache.unlock(held[0])
-        self.plain.unlock(held[1])
+    @rule(lock=consumes(locked))
+    def unlock(self, lock: tuple[Node, Prefix]) -> None:
+        self.cache.unlock(lock[0])
+        self.plain.unlock(lock[1])
 
     @rule(pages=st.integers(0, 9))
     def evict(self, pages: int) -> None:
@@ -139,13 +139,13 @@ class RadixMachine(RuleBasedStateMachine):
             return
         self.cache.clear()
         self.plain.stored = set()
-        held = self.plain.locked()
-        self.plain.page = {p: page for p, page in self.plain.page.items() if p in held}
+        lock = self.plain.locked()
+        self.plain.page = {p: page for p, page in self.plain.page.items() if p in lock}
 
     def settle_bound(self) -> None:
-        """Past the bound stored-only pages go: no more than must, and never the middle of a run.
+        """Above the bound, stored-only pages are dropped: no more than needed, never inside a run.
 
-        Which are the oldest is tested in `test_radix_cases`.
+        `test_radix_cases` tests the order.
         """
         _, stored = contents(self.cache)
         over = len(self.plain.stored_only()) - self.bound // self.size

@@ -1,4 +1,4 @@
-"""What hashed blocks of a prompt hit, the radix tree hits too, whatever the prompts."""
+"""The radix tree hits every prefix that hashed blocks hit, for any prompts."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ prompts = st.lists(
 )
 
 
-def block_run(held: set[bytes], hashes: list[bytes]) -> int:
+def block_run(cached: set[bytes], hashes: list[bytes]) -> int:
     run = 0
-    while run < len(hashes) and hashes[run] in held:
+    while run < len(hashes) and hashes[run] in cached:
         run += 1
     return run
 
 
 @pytest.mark.parametrize("page_tokens", [1, 2, 8])
-@given(asked=prompts)
+@given(sent=prompts)
 @settings(max_examples=60, deadline=None)
-def test_the_tree_hits_at_least_what_blocks_hit(page_tokens: int, asked: list[list[int]]) -> None:
+def test_the_tree_hits_at_least_as_much_as_blocks(page_tokens: int, sent: list[list[int]]) -> None:
     block_tokens = 8
     pool = PagePool(2000)
     cache = RadixCache(pool, page_tokens)
-    held: set[bytes] = set()
-    for prompt in asked:
+    cached: set[bytes] = set()
+    for prompt in sent:
         tokens = np.array(prompt, np.int32)
         hashes = hash_tokens(tokens, block_tokens=block_tokens)
-        run = block_run(held, hashes)
+        run = block_run(cached, hashes)
         hit = cache.match(tokens).tokens
-        assert hit // block_tokens == run, "in whole blocks they know the same"
+        assert hit // block_tokens == run, "both find the same whole blocks"
         spared = cache.match(tokens[: useful_tokens(len(prompt), page_tokens)]).tokens
         assert spared == min(hit, useful_tokens(len(prompt), page_tokens))
         assert spared >= min(run * block_tokens, useful_tokens(len(prompt), block_tokens))
-        held.update(hashes)
+        cached.update(hashes)
         whole = len(prompt) // page_tokens
         pages = pool.alloc(whole)
         cache.insert(tokens[: whole * page_tokens], pages)

@@ -1,4 +1,4 @@
-"""What the radix cache promises, case by case."""
+"""Single cases of the radix cache's contract."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.engine.radix_node import Node
 
 
 class Tree:
-    """A cache with its pool, filled by what prompts would leave behind."""
+    """A cache with its pool, filled as finished prompts would fill it."""
 
     def __init__(self, page_tokens: int = 1, pages: int = 100, **limits: int) -> None:
         self.pool = PagePool(pages)
@@ -29,7 +29,7 @@ class Tree:
         return self.cache.match(array(tokens), root).tokens
 
 
-def test_divergence_inside_a_page_gives_two_children_with_a_common_beginning() -> None:
+def test_divergence_inside_a_page_gives_two_children_with_a_common_start() -> None:
     tree = Tree(page_tokens=4)
     tree.put([1, 2, 3, 4, 5, 6, 7, 8])
     tree.put([1, 2, 3, 4, 5, 6, 9, 9])
@@ -41,7 +41,7 @@ def test_divergence_inside_a_page_gives_two_children_with_a_common_beginning() -
     check_tree(tree.cache)
 
 
-def test_roots_do_not_meet_and_leave_nothing_behind() -> None:
+def test_roots_share_nothing_and_are_removed_when_empty() -> None:
     tree = Tree(pages=10)
     for number in range(100):
         root = ("", f"salt {number}")
@@ -54,7 +54,7 @@ def test_roots_do_not_meet_and_leave_nothing_behind() -> None:
     check_tree(tree.cache)
 
 
-def test_a_missed_root_can_be_locked_until_the_prompt_is_there() -> None:
+def test_an_absent_root_can_be_locked_until_the_prompt_is_inserted() -> None:
     tree = Tree()
     first = tree.cache.match(array([1, 2]), ("a", ""))
     tree.cache.lock(first.node)
@@ -67,7 +67,7 @@ def test_a_missed_root_can_be_locked_until_the_prompt_is_there() -> None:
     check_tree(tree.cache)
 
 
-def test_a_lock_keeps_its_tokens_through_a_split_and_no_others() -> None:
+def test_a_lock_keeps_only_its_own_tokens_through_a_split() -> None:
     tree = Tree()
     node = tree.put([1, 2, 3, 4])
     tree.cache.lock(node)
@@ -80,7 +80,7 @@ def test_a_lock_keeps_its_tokens_through_a_split_and_no_others() -> None:
     assert tree.cache.evict(9) == 4
 
 
-def test_locks_count_and_end_once() -> None:
+def test_locks_are_counted() -> None:
     tree = Tree()
     node = tree.put([1, 2])
     tree.cache.lock(node)
@@ -105,7 +105,7 @@ def test_a_node_locked_twice_is_unlocked_whole_after_a_split() -> None:
     assert tree.cache.evict(4) == 4
 
 
-def test_a_node_that_left_the_device_is_not_locked() -> None:
+def test_a_node_without_pages_cannot_be_locked() -> None:
     tree = Tree()
     node = tree.put([1, 2])
     tree.cache.evict(2)
@@ -113,7 +113,7 @@ def test_a_node_that_left_the_device_is_not_locked() -> None:
         tree.cache.lock(node)
 
 
-def test_eviction_goes_by_recency_and_from_the_end() -> None:
+def test_eviction_takes_the_oldest_branch_from_its_end() -> None:
     tree = Tree()
     for branch in (1, 2, 3):
         tree.put([0, branch, 7, 7])
@@ -125,33 +125,33 @@ def test_eviction_goes_by_recency_and_from_the_end() -> None:
     assert [tree.hit([0, branch, 7, 7]) for branch in (1, 2, 3)] == [3, 3, 1]
 
 
-def test_locked_leaves_are_looked_at_once_not_at_every_eviction() -> None:
+def test_locked_leaves_are_examined_once_not_at_every_eviction() -> None:
     tree = Tree(pages=400)
-    held = [tree.put([number, number]) for number in range(100)]
-    for node in held:
+    locked = [tree.put([number, number]) for number in range(100)]
+    for node in locked:
         tree.cache.lock(node)
     tree.put(list(range(1000, 1100)))
     tree.cache.evict(1)
     assert len(tree.cache._device_order) == 1
-    for node in held:
+    for node in locked:
         tree.cache.unlock(node)
-    assert tree.cache.evict(99) == 99, "unlocking was the last use: the other goes first"
+    assert tree.cache.evict(99) == 99, "unlock counts as use: the other node is evicted first"
     assert all(tree.hit([number, number]) == 2 for number in range(100))
 
 
-def test_what_is_used_below_a_locked_node_grows_young() -> None:
+def test_use_below_a_locked_node_refreshes_its_recency() -> None:
     tree = Tree()
-    held = tree.put([1])
-    tree.cache.lock(held)
+    locked = tree.put([1])
+    tree.cache.lock(locked)
     tree.put([1, 2])
     tree.put([1, 3])
     tree.hit([1, 2])
     assert tree.cache.evict(1) == 1
     assert [tree.hit([1, end]) for end in (2, 3)] == [2, 1]
-    tree.cache.unlock(held)
+    tree.cache.unlock(locked)
 
 
-def test_a_page_held_by_others_is_let_go_but_not_counted() -> None:
+def test_a_page_with_other_references_is_evicted_but_not_counted() -> None:
     tree = Tree(pages=6)
     pages = tree.pool.alloc(3)
     tree.cache.insert(array([1, 2, 3]), pages)
@@ -221,7 +221,7 @@ def test_the_oldest_stored_only_tokens_are_dropped_first() -> None:
     check_tree(tree.cache)
 
 
-def test_a_stored_only_tail_grows_young_with_every_page_it_gains() -> None:
+def test_a_stored_only_tail_is_refreshed_by_every_page_it_gains() -> None:
     tree = Tree(max_stored_tokens=2)
     for branch in (1, 2):
         tree.put([branch, 5, 5])
@@ -235,7 +235,7 @@ def test_a_stored_only_tail_grows_young_with_every_page_it_gains() -> None:
     assert lengths == [3, 2], "1 lost a page last"
 
 
-def test_forgetting_needs_a_prompt_that_reaches_the_lost_page() -> None:
+def test_forget_stored_needs_a_prompt_that_reaches_the_lost_page() -> None:
     tree = Tree()
     prompt = array([1, 2, 3, 4])
     tree.put(prompt.tolist())
@@ -248,7 +248,7 @@ def test_forgetting_needs_a_prompt_that_reaches_the_lost_page() -> None:
     assert tree.cache.match(prompt).stored_tokens == 2
 
 
-def test_a_prompt_inserted_in_pieces_is_one_node_once_nobody_runs_it() -> None:
+def test_a_prompt_inserted_in_pieces_merges_after_its_last_unlock() -> None:
     tree = Tree(page_tokens=2)
     prompt = list(range(40))
     node = tree.put(prompt[:2])
@@ -295,7 +295,7 @@ def test_clear_keeps_what_is_locked() -> None:
     assert tree.pool.free == 100
 
 
-def test_the_callers_pages_are_the_callers_own() -> None:
+def test_the_cache_does_not_change_the_callers_arrays() -> None:
     tree = Tree()
     tree.put([1, 2, 3])
     found = tree.cache.match(array([1, 2, 3]))
@@ -305,9 +305,9 @@ def test_the_callers_pages_are_the_callers_own() -> None:
     assert tree.cache.match(array([1, 2, 3])).pages.tolist() == kept
 
 
-def test_what_is_not_whole_pages_of_int32_is_our_own_mistake() -> None:
+def test_partial_pages_and_other_dtypes_fail_an_assertion() -> None:
     tree = Tree(page_tokens=4)
-    with pytest.raises(AssertionError, match="not whole pages"):
+    with pytest.raises(AssertionError, match="partial page"):
         tree.cache.insert(array([1, 2, 3]), array([0]))
     with pytest.raises(AssertionError, match="2 pages, 4 tokens"):
         tree.cache.insert(array([1, 2, 3, 4]), array([0, 1]))

@@ -1,4 +1,4 @@
-"""Steps over the paged pool: any split, any batch, any page order gives the same answer."""
+"""Steps over the paged pool: any split, any batch, any page order gives the same output."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def prompt(seed: int, length: int) -> np.ndarray:
 
 
 def scattered(seed: int, tokens: int) -> np.ndarray:
-    """Page ids in random order, none twice."""
+    """Return distinct page ids in random order."""
     order = np.random.default_rng(seed).permutation(PAGES)
     return order[: -(-tokens // PAGE)].astype(np.int32)
 
 
-def held(runner: Runner, pages: np.ndarray, tokens: int) -> torch.Tensor:
-    """KV of a page table: [layers, 2, tokens, kv_heads, head_dim]."""
+def pool_kv(runner: Runner, pages: np.ndarray, tokens: int) -> torch.Tensor:
+    """Return the KV of a page table: [layers, 2, tokens, kv_heads, head_dim]."""
     return runner.pool[:, :, pages.astype(np.int64)].flatten(2, 3)[:, :, :tokens].clone()
 
 
 def generate(
     runner: Runner, tokens: np.ndarray, pages: np.ndarray, count: int, start: int = 0
 ) -> list[int]:
-    """Greedy tokens after tokens[:], of which the first `start` are in the pages already."""
+    """Return greedy tokens after `tokens`, of which the first `start` are already in the pages."""
     new = tokens[start:]
     out: list[int] = []
     for _ in range(count):
@@ -72,7 +72,10 @@ def test_any_split_of_a_prompt_gives_the_same(family: str, seed: int, parts: lis
         start += part
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(
-        held(split, split_pages, length), held(whole, whole_pages, length), atol=1e-5, rtol=1e-5
+        pool_kv(split, split_pages, length),
+        pool_kv(whole, whole_pages, length),
+        atol=1e-5,
+        rtol=1e-5,
     )
     assert generate(split, tokens, split_pages, 4, length - 1) == generate(
         whole, tokens, whole_pages, 4, length - 1
@@ -136,7 +139,7 @@ def test_a_step_writes_its_own_slots_and_nothing_else() -> None:
         assert not bool(changed[:, :, page, count:].any())
 
 
-def test_what_lies_in_pages_past_the_row_is_never_read() -> None:
+def test_pages_past_the_row_are_never_read() -> None:
     tokens = prompt(2, 30)
     answers = []
     for rubbish in (0.0, float("nan")):
@@ -151,7 +154,7 @@ def test_what_lies_in_pages_past_the_row_is_never_read() -> None:
 
 
 def test_padding_of_decoding_rows_reads_only_their_own_pages() -> None:
-    """Another page may be half written, by a load, while a step runs."""
+    """A load may be writing another page while a step runs."""
     tokens = prompt(8, 40)
     answers = []
     for rubbish in (0.0, float("nan")):
@@ -167,7 +170,7 @@ def test_padding_of_decoding_rows_reads_only_their_own_pages() -> None:
     assert torch.equal(answers[0], answers[1])
 
 
-def test_a_prefix_loaded_from_elsewhere_serves_like_a_computed_one() -> None:
+def test_a_copied_prefix_gives_the_same_output_as_a_computed_one() -> None:
     tokens, prefix = prompt(3, 50), 32
     first, second = Runner(model(), PAGES, PAGE), Runner(model(), PAGES, PAGE)
     pages = scattered(3, 70)
@@ -180,7 +183,7 @@ def test_a_prefix_loaded_from_elsewhere_serves_like_a_computed_one() -> None:
 
 
 def test_wrong_kv_in_a_prefix_changes_the_answer() -> None:
-    """Were it not so, no test of the cache could see a wrong hit."""
+    """Otherwise no cache test could detect a wrong hit."""
     tokens = prompt(5, 40)
     runner = Runner(model(), PAGES, PAGE)
     pages = scattered(5, 60)
@@ -190,7 +193,7 @@ def test_wrong_kv_in_a_prefix_changes_the_answer() -> None:
     assert generate(runner, tokens, pages, 8, start=32) != expected
 
 
-def test_a_row_that_cannot_be_is_our_own_mistake() -> None:
+def test_an_invalid_row_fails_an_assertion() -> None:
     runner = Runner(model(), PAGES, PAGE)
     pages = np.arange(4, dtype=np.int32)
     tokens = prompt(0, 10)
@@ -214,28 +217,28 @@ def test_a_row_that_cannot_be_is_our_own_mistake() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_pages": 0}, "num_pages is 0"),
-        ({"page_tokens": -1}, "page_tokens is -1"),
-        ({"threads": 0}, "threads is 0"),
+        ({"num_pages": 0}, r"num_pages must be at least 1 \(got 0\)"),
+        ({"page_tokens": -1}, r"page_tokens must be .*\(got -1\)"),
+        ({"threads": 0}, r"threads must be .*\(got 0\)"),
         ({"num_pages": 1 << 50}, "a KV pool of 1125899906842624 pages of 4 tokens needs"),
     ],
 )
-def test_a_pool_that_cannot_be_is_refused(sizes: dict, message: str) -> None:
+def test_an_invalid_pool_is_rejected(sizes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Runner(model(), **{"num_pages": 8, "page_tokens": PAGE, **sizes})
 
 
-def test_threads_are_set_where_asked() -> None:
+def test_threads_are_set_on_request() -> None:
     Runner(model(), 8, PAGE, threads=1)
     assert torch.get_num_threads() == 1
 
 
-def test_an_adapter_needs_a_name_of_its_own() -> None:
+def test_an_adapter_needs_a_unique_name() -> None:
     runner = Runner(model(), 8, PAGE)
     adapter = random_adapter(1, model().config)
     runner.add_lora("a", adapter)
     with pytest.raises(ConfigError, match="'a' is already loaded"):
         runner.add_lora("a", adapter)
-    with pytest.raises(ConfigError, match="needs a name"):
+    with pytest.raises(ConfigError, match="must not be empty"):
         runner.add_lora("", adapter)
     assert set(runner.loras) == {"a"}

@@ -1,4 +1,4 @@
-"""Sampling: greedy ties, cuts, seeds, and the distribution itself."""
+"""Sampling: greedy ties, top-k and top-p, seeds, and the distribution."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_greedy_takes_the_lowest_of_equal_best() -> None:
     assert Sampler(greedy).draw(logits[0].numpy()) == 1
 
 
-def test_a_seed_fixes_the_tokens_whatever_else_is_in_the_batch() -> None:
+def test_a_seed_fixes_the_tokens_in_any_batch() -> None:
     params = SamplingParams(temperature=1.0, seed=5)
     steps = [logits_of(step) for step in range(20)]
     alone = Sampler(params)
@@ -49,7 +49,7 @@ def test_a_seed_fixes_the_tokens_whatever_else_is_in_the_batch() -> None:
     top_p=st.floats(0.01, 1.0),
     top_k=st.integers(0, 60),
 )
-def test_only_tokens_within_the_cuts_are_drawn(
+def test_only_tokens_within_top_k_and_top_p_are_sampled(
     seed: int, temperature: float, top_p: float, top_k: int
 ) -> None:
     logits = logits_of(seed)
@@ -61,7 +61,7 @@ def test_only_tokens_within_the_cuts_are_drawn(
         mass += weights[kept]
         kept += 1
     sampler = Sampler(SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed))
-    # One more is allowed where rounding decides whether p is reached.
+    # One more token is allowed, because rounding decides whether p is reached.
     assert {sampler.draw(logits) for _ in range(30)} <= set(allowed[: kept + 1])
 
 
@@ -77,7 +77,7 @@ def test_top_k_of_one_and_a_tiny_temperature_are_greedy() -> None:
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_k": 4}, {"top_p": 0.7}])
-def test_tokens_come_as_often_as_their_probability(cut: dict) -> None:
+def test_token_frequencies_match_their_probabilities(cut: dict) -> None:
     logits = np.array([2.0, 0.0, 1.0, 1.5, -1.0, 0.5], dtype=np.float32)
     probabilities = np.exp(logits.astype(np.float64) / 0.8)
     order = np.argsort(-probabilities)
@@ -98,13 +98,13 @@ def test_tokens_come_as_often_as_their_probability(cut: dict) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"temperature": -0.1}, "temperature is -0.1; 0 to 100 is right"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"top_k": -1}, "top_k is -1"),
+        ({"temperature": -0.1}, r"temperature must be 0 to 100 \(got -0.1\)"),
+        ({"temperature": float("nan")}, r"temperature must be .*\(got nan\)"),
+        ({"top_p": 0.0}, r"top_p must be .*\(got 0.0\)"),
+        ({"top_p": 1.5}, r"top_p must be .*\(got 1.5\)"),
+        ({"top_k": -1}, r"top_k must be .*\(got -1\)"),
     ],
 )
-def test_values_out_of_range_are_refused(wrong: dict, message: str) -> None:
+def test_values_out_of_range_are_rejected(wrong: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SamplingParams(**wrong)

@@ -1,4 +1,4 @@
-"""Who runs when: order, budget, preemption, waiting for what is on its way."""
+"""Scheduling: order, token budget, preemption, pending matches and loads."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def first_token_order(outputs: list[Output]) -> list[str]:
 # ---- the step ----
 
 
-def test_a_long_prompt_is_filled_over_steps_beside_decoding() -> None:
+def test_a_long_prefill_is_split_over_steps_beside_decoding() -> None:
     engine = fake_engine(max_batch_tokens=10, max_running=4)
     ask(engine, "short", prompt_of(1, 6), 12)
     outputs = engine.step()
@@ -80,7 +80,7 @@ def test_a_long_prompt_is_filled_over_steps_beside_decoding() -> None:
     assert whole[1].tokens == reference_tokens(prompt_of(2, 60), 2, VOCAB)
 
 
-def test_several_prompts_share_a_step_and_slots_bound_them() -> None:
+def test_several_prompts_share_a_step_up_to_the_slot_limit() -> None:
     engine = fake_engine(max_batch_tokens=32, max_running=2)
     for name in range(3):
         ask(engine, str(name), prompt_of(name, 8), 3)
@@ -93,7 +93,7 @@ def test_several_prompts_share_a_step_and_slots_bound_them() -> None:
 # ---- publication ----
 
 
-def test_a_burst_hits_what_its_first_request_finished() -> None:
+def test_a_burst_hits_the_blocks_of_its_first_request() -> None:
     engine = fake_engine(max_batch_tokens=16)
     trunk = prompt_of(1, 40)
     for name in range(4):
@@ -125,9 +125,9 @@ def test_decoding_publishes_too() -> None:
     assert b.cached == {"l1": 24}
 
 
-def test_requests_that_computed_the_same_pages_end_up_sharing_them() -> None:
+def test_requests_that_computed_the_same_pages_share_them() -> None:
     engine = fake_engine(block_tokens=40, max_batch_tokens=100)
-    trunk = prompt_of(1, 20)  # no full block, so nobody waits for the other
+    trunk = prompt_of(1, 20)  # no full block, so neither request waits for the other
     ask(engine, "a", [*trunk, 1], 30)
     ask(engine, "b", [*trunk, 2], 30)
     engine.step()
@@ -151,7 +151,7 @@ def test_the_longest_prefix_goes_first() -> None:
     assert first_token_order(finish(engine)) == ["most", "some", "none"]
 
 
-def test_what_a_lower_tier_holds_counts_as_prefix() -> None:
+def test_blocks_in_a_lower_tier_count_as_prefix() -> None:
     engine = fake_engine(num_pages=24, max_running=1, max_batch_tokens=64)
     trunk = prompt_of(1, 40)
     engine.generate([trunk], max_tokens=1)
@@ -163,7 +163,7 @@ def test_what_a_lower_tier_holds_counts_as_prefix() -> None:
     assert first_token_order(outputs) == ["stored", "none"]
 
 
-def test_a_long_queue_is_served_as_it_came() -> None:
+def test_a_long_queue_is_served_in_order_of_arrival() -> None:
     engine = fake_engine(1000, max_running=1, max_batch_tokens=64)
     trunk = prompt_of(1, 16)
     engine.generate([trunk], max_tokens=1)
@@ -180,7 +180,7 @@ def test_a_long_queue_is_served_as_it_came() -> None:
     finish(engine)
 
 
-def test_nobody_is_passed_over_for_ever() -> None:
+def test_no_request_is_starved() -> None:
     engine = fake_engine(1000, max_running=1, max_batch_tokens=64)
     trunk = prompt_of(1, 40)
     engine.generate([trunk], max_tokens=1)
@@ -193,7 +193,7 @@ def test_nobody_is_passed_over_for_ever() -> None:
     assert order.index("poor") == rules.MAX_PASSED_OVER
 
 
-def test_nobody_is_passed_over_for_ever_within_one_step() -> None:
+def test_no_request_is_starved_within_one_step() -> None:
     engine = fake_engine(1000, max_running=60, max_batch_tokens=64)
     trunk = prompt_of(1, 40)
     engine.generate([trunk], max_tokens=1)
@@ -209,7 +209,7 @@ def test_nobody_is_passed_over_for_ever_within_one_step() -> None:
 # ---- pages run out ----
 
 
-def test_the_latest_started_gives_its_pages_and_finds_them_again() -> None:
+def test_the_latest_request_is_preempted_and_hits_its_own_pages_later() -> None:
     engine = fake_engine(14, max_running=2)
     ask(engine, "first", prompt_of(1, 20), 30)
     ask(engine, "second", prompt_of(2, 20), 12)
@@ -223,11 +223,11 @@ def test_the_latest_started_gives_its_pages_and_finds_them_again() -> None:
     assert whole[0].tokens == reference_tokens(prompt_of(1, 20), 30, VOCAB)
     assert whole[1].tokens == reference_tokens(prompt_of(2, 20), 12, VOCAB)
     assert whole[1].cached == {"l1": 0}  # counted at its first start
-    # Far fewer than the 20 and more tokens of the second would have been computed again.
+    # Far fewer tokens are recomputed than the 20 or more of the second request.
     assert engine.stats()["computed_tokens"] - computed < 49 + 31 - computed + 12
 
 
-def test_a_preempted_request_comes_before_new_ones() -> None:
+def test_a_preempted_request_runs_before_new_ones() -> None:
     engine = fake_engine(14, max_running=2)
     ask(engine, "first", prompt_of(1, 20), 30)
     ask(engine, "second", prompt_of(2, 20), 12)
@@ -256,7 +256,7 @@ def test_preempted_requests_queue_in_the_order_of_their_starts() -> None:
 
 
 @pytest.mark.parametrize(("num_pages", "running"), [(12, 1), (13, 2)])
-def test_a_newcomer_leaves_a_page_for_everyone_who_runs(num_pages: int, running: int) -> None:
+def test_a_new_request_leaves_one_page_per_running_request(num_pages: int, running: int) -> None:
     engine = fake_engine(num_pages, max_running=2)
     ask(engine, "first", prompt_of(1, 24), 2)
     engine.step()
@@ -275,7 +275,7 @@ def test_a_request_alone_may_fill_the_whole_pool() -> None:
     engine.check()
 
 
-def test_two_that_fill_the_pool_each_both_end() -> None:
+def test_two_requests_of_pool_size_both_finish() -> None:
     engine = fake_engine(10, plan=FakePlan(event_delay=lambda: 3, pending_calls=lambda: 2))
     for _ in range(3):
         prompts = [prompt_of(1, 20), prompt_of(2, 20), prompt_of(3, 20)]
@@ -284,7 +284,7 @@ def test_two_that_fill_the_pool_each_both_end() -> None:
     engine.check()
 
 
-def test_saves_under_way_never_take_more_than_their_share() -> None:
+def test_active_saves_stay_within_their_fraction_of_the_pool() -> None:
     engine = fake_engine(20, plan=FakePlan(event_delay=lambda: 400))
     for seed in range(4):
         ask(engine, str(seed), prompt_of(seed, 24), 8)
@@ -308,10 +308,10 @@ def test_a_request_waits_for_pages_that_a_save_still_reads() -> None:
     assert engine.scheduler.preemptions == 0
 
 
-# ---- what is on its way ----
+# ---- pending matches and loads ----
 
 
-def test_waiting_for_a_match_keeps_nobody_else_waiting() -> None:
+def test_a_pending_match_delays_no_other_request() -> None:
     calls = iter([50] + [0] * 9)
     engine = fake_engine(plan=FakePlan(pending_calls=lambda: next(calls)), max_running=1)
     ask(engine, "slow", prompt_of(1, 40), 1)
@@ -322,7 +322,7 @@ def test_waiting_for_a_match_keeps_nobody_else_waiting() -> None:
     assert slow.passed_over == 0  # it could not have started
 
 
-def test_a_load_keeps_nobody_else_waiting() -> None:
+def test_a_pending_load_delays_no_other_request() -> None:
     blocks: dict = {}
     fake_engine(blocks=blocks).generate([prompt_of(1, 40)])
     delays = iter([6] + [0] * 99)
@@ -346,8 +346,8 @@ def test_the_same_block_is_loaded_once() -> None:
     assert [output.cached for output in outputs] == [{"l1": 0, "l2": 40}] + [{"l1": 40}] * 3
 
 
-def test_a_match_that_the_tree_made_needless_is_given_up() -> None:
-    """The store's answer comes late; meanwhile a neighbour computed the same prompt."""
+def test_a_match_that_the_tree_made_needless_is_aborted() -> None:
+    """The store responds late; meanwhile another request computed the same prompt."""
     calls = iter([4, 0, 0])
     blocks: dict = {}
     trunk = prompt_of(1, 40)
@@ -379,7 +379,7 @@ def test_loads_that_end_out_of_order_run_in_the_order_of_their_starts() -> None:
     finish(engine, outputs)
 
 
-def test_leases_of_a_hit_that_became_needless_go_back_at_once() -> None:
+def test_leases_of_a_needless_hit_are_released_at_once() -> None:
     blocks: dict = {}
     trunk = prompt_of(1, 40)
     fake_engine(blocks=blocks).generate([trunk], max_tokens=1)
@@ -396,7 +396,7 @@ def test_leases_of_a_hit_that_became_needless_go_back_at_once() -> None:
     assert collect(finish(engine, outputs), ["late"])[0].cached == {"l1": 40}
 
 
-def test_a_load_leaves_out_the_page_that_is_computed_anyway() -> None:
+def test_a_load_skips_the_page_that_is_computed_anyway() -> None:
     blocks: dict = {}
     prompt = prompt_of(1, 40)
     fake_engine(blocks=blocks).generate([prompt], max_tokens=1)

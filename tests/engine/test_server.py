@@ -1,4 +1,4 @@
-"""The server as its users see it: the real openai client against a real uvicorn."""
+"""The server over HTTP: the real openai client against a real uvicorn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Served:
         torch.set_num_threads(1)
         loaded = random_model(7, layers=2, hidden=32, heads=2, kv_heads=1, vocab=320)
         self.runner = SlowRunner(loaded, 256, PAGE_TOKENS, slow_s)
-        # Indexed by page first, as FakeHooks wants it; a view of the same memory.
+        # A view of the same memory, indexed by page first, as FakeHooks needs it.
         by_page = self.runner.pool.permute(2, 0, 1, 3, 4, 5).numpy()
         self.hooks = FakeHooks(by_page, PAGE_TOKENS, BLOCK_TOKENS)
         self.engine = Engine(
@@ -113,7 +113,7 @@ def cached_by_tier(usage) -> dict[str, int]:
 # ---- completions ----
 
 
-def test_usage_tells_cached_tokens_by_tier(served: Served) -> None:
+def test_usage_reports_cached_tokens_by_tier(served: Served) -> None:
     def ask():
         return served.client.completions.create(
             model=MODEL, prompt=TEXT, max_tokens=5, temperature=0, extra_body=NO_END
@@ -192,7 +192,7 @@ def test_a_stream_ends_with_done(served: Served) -> None:
     assert len(lines) == 3
 
 
-def test_sampling_follows_its_seed(served: Served) -> None:
+def test_sampling_is_determined_by_its_seed(served: Served) -> None:
     def ask(seed: int) -> str:
         answer = served.client.completions.create(
             model=MODEL, prompt=TEXT, max_tokens=12, temperature=1.5, top_p=0.9, seed=seed
@@ -261,7 +261,7 @@ def test_chat_whole_and_streamed(served: Served) -> None:
     assert parts[-1].usage.prompt_tokens_details.cached_tokens > 0
 
 
-def test_chat_makes_as_much_as_fits(served: Served) -> None:
+def test_chat_without_max_tokens_fills_the_context(served: Served) -> None:
     answer = served.http.post(
         "/v1/chat/completions",
         json={"model": MODEL, "messages": [{"role": "user", "content": "x" * 950}], **NO_END},
@@ -270,7 +270,7 @@ def test_chat_makes_as_much_as_fits(served: Served) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-# ---- bad input ----
+# ---- invalid input ----
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_chat_makes_as_much_as_fits(served: Served) -> None:
     [
         ({"prompt": ""}, 400, ["empty"]),
         ({"prompt": []}, 400, ["empty"]),
-        ({"prompt": [1, 320]}, 400, ["320", "0..319"]),
+        ({"prompt": [1, 320]}, 400, ["320", "0 to 319"]),
         ({"prompt": [1, -1]}, 400, ["-1"]),
         ({"prompt": {"a": 1}}, 400, ["prompt", "token ids"]),
         ({"prompt": ["x"] * 257}, 400, ["257", "256"]),
@@ -298,7 +298,7 @@ def test_chat_makes_as_much_as_fits(served: Served) -> None:
         ({"model": "gpt"}, 404, ["gpt", MODEL]),
     ],
 )
-def test_bad_input_is_one_line_in_openais_shape(
+def test_invalid_input_is_one_line_in_openais_format(
     served: Served, fields: dict, status: int, words: list[str]
 ) -> None:
     body = {"model": MODEL, "prompt": "x", **fields}
@@ -315,7 +315,7 @@ def test_bad_input_is_one_line_in_openais_shape(
     assert not served.engine.busy
 
 
-def test_the_client_raises_its_own_error(served: Served) -> None:
+def test_the_openai_client_raises_its_own_error(served: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="empty"):
         served.client.completions.create(model=MODEL, prompt="")
     with pytest.raises(openai.NotFoundError, match="unknown model"):
@@ -326,7 +326,7 @@ def test_broken_json_and_missing_fields(served: Served) -> None:
     answer = served.http.post("/v1/completions", content=b"{nonsense")
     assert answer.status_code == 400
     answer = served.http.post("/v1/completions", json={"model": MODEL})
-    assert "'prompt' is missing" in answer.json()["error"]["message"]
+    assert "missing field 'prompt'" in answer.json()["error"]["message"]
     answer = served.http.post("/v1/chat/completions", json={"model": MODEL, "messages": []})
     assert "messages" in answer.json()["error"]["message"]
 
@@ -352,8 +352,8 @@ def test_models_health_stats_and_metrics(served: Served) -> None:
         assert f'kvstore_engine_ttft_seconds_count{{cache="{cache}"}}' in text
 
 
-def test_tokens_by_the_callers_traffic_label(served: Served) -> None:
-    body = {"model": MODEL, "prompt": "a route of its own " + TEXT, "max_tokens": 2}
+def test_tokens_are_counted_by_traffic_label(served: Served) -> None:
+    body = {"model": MODEL, "prompt": "a separate prompt " + TEXT, "max_tokens": 2}
     for _ in range(2):
         answer = served.http.post(
             "/v1/completions", json=body, headers={"X-KVStore-Traffic-Label": "rag"}
@@ -364,7 +364,7 @@ def test_tokens_by_the_callers_traffic_label(served: Served) -> None:
     assert f'kvstore_engine_traffic_prompt_tokens_total{{traffic="rag"}} {2.0 * tokens}' in text
     hit = (tokens - 1) // 4 * 4
     assert (
-        f'kvstore_engine_traffic_hit_tokens_total{{traffic="rag",tier="l1"}} {float(hit)}' in text
+        f'kvstore_engine_traffic_hit_tokens_total{{tier="l1",traffic="rag"}} {float(hit)}' in text
     )
     wrong = served.http.post(
         "/v1/completions", json=body, headers={"X-KVStore-Traffic-Label": "a b"}
@@ -391,7 +391,7 @@ def test_traffic_labels_are_bounded() -> None:
     assert f'traffic="(other)"}} {10.0 * MAX_TRAFFIC_LABELS}' in lines[-1]
 
 
-def test_a_client_that_hangs_up_aborts_its_request() -> None:
+def test_a_client_that_disconnects_aborts_its_request() -> None:
     served = Served(slow_s=0.02)
     try:
         body = {"model": MODEL, "prompt": TEXT, "max_tokens": 900, **NO_END}
@@ -414,7 +414,7 @@ def test_a_client_that_hangs_up_aborts_its_request() -> None:
         served.close()
 
 
-def test_requests_in_parallel_do_not_mix(served: Served) -> None:
+def test_concurrent_requests_do_not_mix(served: Served) -> None:
     prompts = [f"{n}: {TEXT}" for n in range(8)]
 
     def ask(prompt: str) -> str:
@@ -436,7 +436,7 @@ def test_requests_in_parallel_do_not_mix(served: Served) -> None:
     assert [together[prompt] for prompt in prompts] == alone
 
 
-def test_a_port_in_use_is_one_clear_line() -> None:
+def test_a_port_in_use_raises_one_line() -> None:
     taken = listen("127.0.0.1", 0)
     port = taken.getsockname()[1]
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*in use"):

@@ -1,4 +1,4 @@
-"""The small real model of the demo: its tokenizer, its chat form, its English."""
+"""The small real model of the demo: tokenizer, chat template, output."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def loaded() -> LoadedModel:
     return load_model(FILE, dtype="float32", device="cpu")
 
 
-def test_the_tokenizer_reads_real_text_as_its_makers_do(loaded: LoadedModel) -> None:
-    """The same vocabulary under the makers' own steps (digits apart, then byte-level with its
+def test_the_tokenizer_matches_the_original_on_real_text(loaded: LoadedModel) -> None:
+    """The same vocabulary under the original steps (single digits, then byte-level with the
     built-in expression) gives the same ids."""
     assert isinstance(FILE, Path)
     fields = GGUFFile(FILE).fields
@@ -47,7 +47,7 @@ def test_the_tokenizer_reads_real_text_as_its_makers_do(loaded: LoadedModel) -> 
 
 
 def test_known_ids(loaded: LoadedModel) -> None:
-    """Ids that the makers' own library gives for these strings."""
+    """Expected ids come from the original library."""
     assert loaded.tokenizer is not None
     encode = loaded.tokenizer.encode
     assert encode("Hello world") == [19556, 905]
@@ -59,7 +59,7 @@ def test_known_ids(loaded: LoadedModel) -> None:
     assert loaded.config.eos_ids == (2,)
 
 
-def test_it_writes_sense(loaded: LoadedModel) -> None:
+def test_the_model_continues_a_sentence_correctly(loaded: LoadedModel) -> None:
     assert loaded.tokenizer is not None
     runner = Runner(loaded, 16, 16)
     pages = np.arange(15, -1, -1, dtype=np.int32)
@@ -80,6 +80,6 @@ def test_its_namespace(loaded: LoadedModel) -> None:
     assert len(namespace.revision) == 32
 
 
-def test_finding_needs_the_wheel() -> None:
+def test_the_model_is_not_found_without_the_wheel() -> None:
     assert smollm2.find("no-such-distribution") is None
     assert smollm2.find("numpy") is None

@@ -1,4 +1,4 @@
-"""Text as it is streamed: whole characters, nothing of a stop string, nothing lost."""
+"""Streamed text: whole characters, no part of a stop string, no lost text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKENIZER = byte_tokenizer()
 
 
 def run(text: str, stop: tuple[str, ...]) -> tuple[str, list[str], bool]:
-    """Stream the bytes of text: all that is shown, its pieces, and whether it stopped."""
+    """Stream the bytes of text; return the shown text, its pieces and whether it stopped."""
     stream = TextStream(TOKENIZER.stream(), stop)
     shown: list[str] = []
     for byte in text.encode():
@@ -34,14 +34,14 @@ def test_shown_text_ends_before_the_first_stop_string(text: str, stop: list[str]
     if not stopped:
         assert shown == text
         return
-    # The stop string that is whole first counts; of those, the one that begins first.
+    # The stop string that is complete first counts; of several, the one that starts first.
     end = min(text.index(one) + len(one) for one in stop if one in text)
     whole = text[:end]
     assert shown == whole[: min(whole.index(one) for one in stop if one in whole)]
     assert "\ufffd" not in "".join(pieces)
 
 
-def test_a_beginning_of_a_stop_string_is_held_back_then_shown() -> None:
+def test_the_start_of_a_stop_string_is_delayed_then_shown() -> None:
     stream = TextStream(TOKENIZER.stream(), ("END",))
     assert [stream.push(byte) for byte in b"a EN"] == ["a", " ", "", ""]
     assert stream.push(ord("x")) == "ENx"
@@ -49,12 +49,12 @@ def test_a_beginning_of_a_stop_string_is_held_back_then_shown() -> None:
     assert stream.finish() == "E"
 
 
-def test_a_character_appears_when_it_is_whole() -> None:
+def test_a_character_appears_when_it_is_complete() -> None:
     stream = TextStream(TOKENIZER.stream())
     assert [stream.push(byte) for byte in "é🙂".encode()] == ["", "é", "", "", "", "🙂"]
 
 
-def test_half_a_character_at_the_end_is_shown_as_such() -> None:
+def test_an_incomplete_character_at_the_end_is_shown() -> None:
     stream = TextStream(TOKENIZER.stream())
     assert stream.push("é".encode()[0]) == ""
     assert stream.finish() == "\ufffd"

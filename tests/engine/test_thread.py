@@ -1,4 +1,4 @@
-"""The engine's thread: nobody waits for ever, whatever becomes of the loop."""
+"""The engine's thread: no caller waits without limit, even after the loop fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB = 97
 
 
 class GatedRunner(FakeRunner):
-    """Waits at each step until it is let through; fails when told to."""
+    """Waits at each step until released; raises `fault` if it is set."""
 
     def __init__(self) -> None:
         super().__init__(64, 4, VOCAB)
@@ -48,14 +48,14 @@ def request(name: str, **fields) -> Request:
 
 
 def read_all(outputs: queue.Queue[Output]) -> list[Output]:
-    """Outputs of one request up to its end."""
+    """Return the outputs of one request up to its last."""
     read = [outputs.get(timeout=20)]
     while read[-1].finish_reason is None:
         read.append(outputs.get(timeout=20))
     return read
 
 
-def test_outputs_come_to_whoever_asked() -> None:
+def test_outputs_go_to_the_submitter() -> None:
     thread, _ = make()
     answers: list[queue.Queue[Output]] = [queue.Queue() for _ in range(10)]
     for index, answer in enumerate(answers):
@@ -69,17 +69,19 @@ def test_outputs_come_to_whoever_asked() -> None:
     thread.stop()
 
 
-def test_a_bad_request_is_refused_where_it_is_submitted() -> None:
+def test_an_invalid_request_is_rejected_at_submit() -> None:
     thread, _ = make()
     with pytest.raises(ConfigError, match="empty"):
         thread.submit(request("a", prompt_tokens=[]), lambda output: None)
     thread.stop()
 
 
-def test_what_the_loop_refuses_comes_back_as_an_error() -> None:
+def test_a_request_rejected_by_the_loop_ends_with_an_error() -> None:
     thread, _ = make()
     answer: queue.Queue[Output] = queue.Queue()
-    thread.submit(request("a", cache_salt="\ud800"), answer.put)  # no text: it has no hash
+    thread.submit(
+        request("a", cache_salt="\ud800"), answer.put
+    )  # not valid text: it cannot be hashed
     (output,) = read_all(answer)
     assert output.finish_reason == "error"
     assert "Unicode" in output.error
@@ -113,7 +115,7 @@ def test_an_abort_reaches_a_running_request() -> None:
     thread.stop()
 
 
-def test_a_fault_of_the_loop_ends_every_request_and_call() -> None:
+def test_an_exception_in_the_loop_ends_every_request_and_call() -> None:
     thread, runner = make(is_open=False)
     answers: list[queue.Queue[Output]] = [queue.Queue() for _ in range(3)]
     for index, answer in enumerate(answers):
@@ -131,7 +133,7 @@ def test_a_fault_of_the_loop_ends_every_request_and_call() -> None:
     assert not thread.alive
 
 
-def test_stop_ends_what_is_live() -> None:
+def test_stop_ends_live_requests() -> None:
     thread, runner = make(is_open=False)
     answer: queue.Queue[Output] = queue.Queue()
     thread.submit(request("a", max_tokens=200), answer.put)
@@ -144,11 +146,11 @@ def test_stop_ends_what_is_live() -> None:
     assert not thread.alive
 
 
-def test_a_call_that_never_comes_round_gives_up() -> None:
+def test_a_call_without_a_response_times_out() -> None:
     thread, runner = make(is_open=False)
     thread.submit(request("a"), lambda output: None)
     assert runner.entered.wait(20)
-    with pytest.raises(EngineDead, match="did not answer"):
+    with pytest.raises(EngineDead, match="no response"):
         thread.call(lambda engine: None, timeout_s=0.01)
     runner.open.set()
     with pytest.raises(ZeroDivisionError):

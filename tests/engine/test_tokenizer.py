@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, streams, chat templates, folders, and one rebuilt from a GGUF file."""
+"""Tokenizers: bytes, streams, chat templates, model folders, GGUF files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_bytes_are_tokens(text: str) -> None:
 
 
 @given(st.text())
-def test_spans_end_where_the_text_of_their_tokens_does(text: str) -> None:
+def test_spans_end_where_their_tokens_text_ends(text: str) -> None:
     ids, ends = BYTES.encode_spans(text)
     assert ids == BYTES.encode(text)
     assert ends == sorted(ends)
@@ -76,7 +76,7 @@ def test_a_stream_shows_whole_characters_and_loses_none(text: str) -> None:
     assert shown + stream.finish() == text
 
 
-def test_a_stream_of_broken_bytes_does_not_hold_back_for_ever() -> None:
+def test_a_stream_of_invalid_bytes_is_not_delayed_without_limit() -> None:
     stream = BYTES.stream()
     shown = "".join(stream.push(0xC3) for _ in range(100))
     assert len(shown) >= 80
@@ -93,27 +93,27 @@ def test_chat_follows_the_template() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('roles must alternate') }}", "refuses .*: roles must alternate"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses these messages"),
-        ("{{ messages.append(1) }}", "refuses these messages"),
-        ("{% for %}", "refuses these messages"),
-        ("{{ messages[0].content + 1 }}", "refuses these messages"),
+        ("{{ raise_exception('roles must alternate') }}", "rejects .*: roles must alternate"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "rejects these messages"),
+        ("{{ messages.append(1) }}", "rejects these messages"),
+        ("{% for %}", "rejects these messages"),
+        ("{{ messages[0].content + 1 }}", "rejects these messages"),
     ],
 )
-def test_a_template_that_refuses_or_misbehaves_is_one_line(template: str, message: str) -> None:
+def test_a_failing_template_raises_one_line(template: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         with_template(template).chat(CHAT)
     assert "\n" not in str(caught.value)
 
 
-def test_no_template_is_said() -> None:
+def test_a_missing_template_is_reported() -> None:
     plain = Tokenizer(byte_level_bpe(["a"], (), split="default"), TokenizerFacts())
-    with pytest.raises(ConfigError, match="no chat template; use plain completions"):
+    with pytest.raises(ConfigError, match="no chat template; use the completions API"):
         plain.chat(CHAT)
 
 
-def test_an_unknown_splitting_is_refused() -> None:
-    with pytest.raises(ConfigError, match="splitting 'jais' is not supported; supported are def"):
+def test_an_unknown_splitting_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="splitting 'jais' is not supported; use one of def"):
         byte_level_bpe(["a"], (), split="jais")
 
 
@@ -148,7 +148,7 @@ def folder_with_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def test_a_folder_brings_its_tokenizer(tmp_path: Path) -> None:
+def test_a_tokenizer_is_read_from_a_model_folder(tmp_path: Path) -> None:
     tokenizer = HFFolder(folder_with_tokenizer(tmp_path)).tokenizer()
     assert tokenizer is not None
     ids = tokenizer.encode("hello")
@@ -158,11 +158,11 @@ def test_a_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "hello"
     assert tokenizer.eos_ids == (1,)
     assert tokenizer.chat(CHAT) == "<s>Hi"
-    (tmp_path / "chat_template.jinja").write_text("from a file of its own")
+    (tmp_path / "chat_template.jinja").write_text("from a separate file")
     (tmp_path / "tokenizer_config.json").unlink()
     again = HFFolder(tmp_path).tokenizer()
     assert again is not None
-    assert again.chat(CHAT) == "from a file of its own"
+    assert again.chat(CHAT) == "from a separate file"
 
 
 def test_a_tokenizer_is_read_without_a_model(tmp_path: Path) -> None:
@@ -177,17 +177,17 @@ def test_a_tokenizer_is_read_without_a_model(tmp_path: Path) -> None:
             load_tokenizer(tmp_path / wrong)
 
 
-def test_a_folder_without_or_with_a_broken_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_with_a_missing_or_corrupt_tokenizer(tmp_path: Path) -> None:
     raw = naive.raw_config("llama")
     naive.write_folder(tmp_path, raw, naive.make_weights(raw, 1))
     assert HFFolder(tmp_path).tokenizer() is None
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+    with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json as a tokenizer"):
         HFFolder(tmp_path).tokenizer()
 
 
 def gguf_tokenizer(path: Path, **changes: object) -> Tokenizer | None:
-    """A GGUF file with ten merges over a few letters, a control and a user-defined token."""
+    """Write a GGUF file with a few merges, a control token and a user-defined token."""
     raw = {**naive.raw_config("qwen3"), "num_hidden_layers": 1}
     tokens = ["<end>", *"helowrdĠ123", "he", "ll", "hell", "hello", "Ġw", "or", "12", "<mark>"]
     entries = {
@@ -205,11 +205,11 @@ def gguf_tokenizer(path: Path, **changes: object) -> Tokenizer | None:
     return GGUFFile(path).tokenizer()
 
 
-def test_a_gguf_file_brings_its_tokenizer(tmp_path: Path) -> None:
+def test_a_tokenizer_is_read_from_a_gguf_file(tmp_path: Path) -> None:
     tokenizer = gguf_tokenizer(tmp_path / "a.gguf")
     assert tokenizer is not None
     shown = [tokenizer.decode([token], special=True) for token in tokenizer.encode("hello world12")]
-    # qwen2 splits digits one by one, so "1 2" never merges; llama-bpe keeps up to three together.
+    # qwen2 splits every digit, so "1 2" never merges; llama-bpe keeps up to three digits together.
     assert shown == ["<end>", "hello", " w", "or", "l", "d", "1", "2"]
     other = gguf_tokenizer(tmp_path / "b.gguf", tokenizer_pre="llama-bpe", add_bos_token=False)
     assert other is not None
@@ -219,7 +219,7 @@ def test_a_gguf_file_brings_its_tokenizer(tmp_path: Path) -> None:
     assert other.eos_ids == (0,)
 
 
-def test_a_gguf_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_gguf_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer 'llama' is not supported in a GGUF file"):
         gguf_tokenizer(tmp_path / "a.gguf", tokenizer_model="llama")
     with pytest.raises(ConfigError, match="splitting 'viking' is not supported"):

@@ -1,4 +1,4 @@
-"""KV events: what vLLM really sent, both encodings, the index, and the sockets."""
+"""KV events: recorded messages of vLLM, both encodings, the index, and the sockets."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ batches = st.builds(
 
 
 @pytest.mark.parametrize("message", DATA, ids=lambda message: f"batch {message['seq']}")
-def test_what_vllm_sent_is_read_and_written_again_byte_by_byte(message: dict[str, Any]) -> None:
+def test_recorded_messages_of_vllm_round_trip(message: dict[str, Any]) -> None:
     sent = msgpack.packb(message["decoded"])
     batch = decode(sent)
     (event,) = batch.events
@@ -78,7 +78,7 @@ def test_what_vllm_sent_is_read_and_written_again_byte_by_byte(message: dict[str
     assert encode(batch).startswith(bytes.fromhex(message["raw_first_bytes"]))
 
 
-def test_the_older_arrays_are_read_alike() -> None:
+def test_the_older_arrays_decode_to_the_same_events() -> None:
     older = [
         1.5,
         [
@@ -100,11 +100,11 @@ def test_the_older_arrays_are_read_alike() -> None:
 
 
 @given(batches)
-def test_a_batch_comes_back_as_it_went(batch: Batch) -> None:
+def test_batches_round_trip(batch: Batch) -> None:
     assert decode(encode(batch)) == batch
 
 
-def test_what_a_newer_engine_adds_is_left_out() -> None:
+def test_unknown_fields_and_kinds_are_ignored() -> None:
     newer = [0, [{"type": "BlockMoved", "x": 1}, {"type": "BlockRemoved", "block_hashes": [1],
                                                   "medium": None, "colour": "red"}], 3]  # fmt: skip
     assert decode(msgpack.packb(newer)) == Batch(0.0, (BlockRemoved((1,)),), 3)
@@ -132,14 +132,14 @@ def test_what_a_newer_engine_adds_is_left_out() -> None:
         b"\x92\x01\x91\x81\x80\x01",  # [1, [{{}: 1}]]
     ],
 )
-def test_what_is_no_batch_is_one_line(payload: bytes) -> None:
+def test_an_invalid_batch_is_one_line(payload: bytes) -> None:
     with pytest.raises(FrameInvalid) as caught:
         decode(payload)
     assert "\n" not in str(caught.value)
 
 
 @given(st.binary(max_size=64))
-def test_no_bytes_do_harm(payload: bytes) -> None:
+def test_random_bytes_raise_only_frame_invalid(payload: bytes) -> None:
     try:
         decode(payload)
     except FrameInvalid:
@@ -164,7 +164,7 @@ arrays = st.builds(lambda kind, rest: [kind, *rest], kinds | anything, st.lists(
 
 
 @given(st.lists(maps | arrays | anything, max_size=3), anything)
-def test_no_event_does_harm_to_who_listens(told: list[Any], rank: Any) -> None:
+def test_random_events_raise_only_frame_invalid(told: list[Any], rank: Any) -> None:
     index = EngineIndex()
     for parts in ([1.0, told], [1.0, told, rank]):
         try:
@@ -175,7 +175,7 @@ def test_no_event_does_harm_to_who_listens(told: list[Any], rank: Any) -> None:
         index.snapshot()
 
 
-def test_names_of_both_forms_meet() -> None:
+def test_both_forms_of_a_name_are_equal() -> None:
     assert short_name(bytes(24) + (9).to_bytes(8, "big")) == short_name(9) == 9
 
 
@@ -186,7 +186,7 @@ def batch(*events: Any) -> Batch:
     return Batch(0.0, events)
 
 
-def test_an_engine_holds_what_it_stored_until_it_says_otherwise() -> None:
+def test_blocks_stay_indexed_until_they_are_removed() -> None:
     index = EngineIndex()
     index.apply("a", 5, batch(BlockStored((1, 2, 3)), BlockStored((1,), medium="CPU")))
     index.apply("b", 0, batch(BlockStored((1, 9))))
@@ -200,14 +200,14 @@ def test_an_engine_holds_what_it_stored_until_it_says_otherwise() -> None:
     assert index.snapshot()["blocks"] == 0
 
 
-def test_groups_are_kept_apart() -> None:
+def test_groups_are_separate() -> None:
     index = EngineIndex()
     index.apply("a", 0, batch(BlockStored((1,), group_idx=1)))
     assert index.prefix_lengths([1]) == {}
     assert index.prefix_lengths([1], group=1) == {"a": {"GPU": 1}}
 
 
-def test_a_gap_forgets_what_may_be_stale() -> None:
+def test_a_gap_clears_the_engines_blocks() -> None:
     index = EngineIndex()
     index.apply("a", 0, batch(BlockStored((1,))))
     index.apply("a", 2, batch(BlockStored((2,))))
@@ -268,18 +268,18 @@ zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
 def wait_until(true: Callable[[], bool]) -> None:
     end_s = time.monotonic() + LIMIT_S
     while not true():
-        assert time.monotonic() < end_s, "it never comes"
+        assert time.monotonic() < end_s, "timed out"
         time.sleep(0.005)
 
 
-def test_events_travel_from_engines_to_the_index() -> None:
+def test_events_of_engines_reach_the_index() -> None:
     from kvstore.events.zmq import Publisher, Subscriber
 
     index = EngineIndex()
     engines = [Publisher("tcp://127.0.0.1:*", topic="kv") for _ in range(2)]
     listener = Subscriber([engine.endpoint for engine in engines], index, topic="kv")
     for number, engine in enumerate(engines):
-        # A subscription takes a moment to arrive; until then nothing is sent to it.
+        # A subscription takes a moment. Until then nothing is sent to it.
         def heard(engine: Publisher = engine, number: int = number) -> bool:
             engine.publish(batch(BlockStored((100 + number,))))
             return engine.endpoint in index.prefix_lengths([100 + number])
@@ -293,8 +293,8 @@ def test_events_travel_from_engines_to_the_index() -> None:
         engine.close()
 
 
-def test_an_engine_that_is_gone_holds_nothing() -> None:
-    """And one that comes in its place is listened to."""
+def test_a_disconnected_engine_has_no_blocks() -> None:
+    """And a new engine at its endpoint is indexed."""
     from kvstore.events.zmq import Publisher, Subscriber
 
     index = EngineIndex()
@@ -327,7 +327,7 @@ MALFORMED = [
 ]
 
 
-def test_messages_that_are_none_are_passed_over() -> None:
+def test_invalid_messages_are_skipped() -> None:
     from kvstore.events.zmq import Subscriber
 
     index = EngineIndex()
@@ -383,7 +383,7 @@ def test_an_error_in_one_message_does_not_end_the_subscriber() -> None:
     engine.close()
 
 
-def test_what_was_lost_can_be_asked_for_again() -> None:
+def test_lost_batches_can_be_requested() -> None:
     from kvstore.events.zmq import Publisher
 
     engine = Publisher("tcp://127.0.0.1:*", topic="kv", replay="tcp://127.0.0.1:*")
@@ -406,7 +406,7 @@ def test_what_was_lost_can_be_asked_for_again() -> None:
     engine.close()
 
 
-def test_endpoints_that_are_none_are_one_line() -> None:
+def test_an_invalid_endpoint_is_one_line() -> None:
     from kvstore.events.zmq import Publisher, Subscriber
 
     with pytest.raises(ConfigError, match="nonsense"):

@@ -35,14 +35,14 @@ def key(number: int, space: str = "space") -> Key:
     return Key("team", space, number.to_bytes(32, "big"))
 
 
-def test_names_are_vllms() -> None:
+def test_names_are_the_ones_of_vllm() -> None:
     assert name_of(key(7)) == (7, 0)
     unit = key(7).hash + (3).to_bytes(4, "big")
     assert name_of(Key("team", "space", unit)) == (7, 3)
     assert name_of(Key("team", "space", bytes(15) + b"\x09" + bytes(3) + b"\x01")) == (9, 1)
 
 
-def test_a_block_of_two_ranks_is_there_from_the_first_to_the_last() -> None:
+def test_a_name_of_two_ranks_is_stored_until_the_last_is_removed() -> None:
     names = BlockNames()
     assert names.events(L2EventBatch([(key(1), True)], is_snapshot=False)) == [
         BlockStored((1,), medium="CPU", group_idx=0)
@@ -65,7 +65,7 @@ steps = st.lists(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("ab")), m
 
 
 @given(steps)
-def test_an_index_that_follows_knows_what_is_there(told: list[list[tuple[int, str]]]) -> None:
+def test_an_index_of_the_events_equals_the_contents(told: list[list[tuple[int, str]]]) -> None:
     """Each step toggles some blocks, of two namespaces."""
     names, index = BlockNames(), EngineIndex()
     there: set[Key] = set()
@@ -85,7 +85,7 @@ def test_an_index_that_follows_knows_what_is_there(told: list[list[tuple[int, st
 def wait_until(true: Callable[[], bool]) -> None:
     end_s = time.monotonic() + LIMIT_S
     while not true():
-        assert time.monotonic() < end_s, "it never comes"
+        assert time.monotonic() < end_s, "timed out"
         time.sleep(0.02)
 
 
@@ -109,7 +109,7 @@ def test_an_index_follows_a_sidecar(tmp_path: Path) -> None:
     listener = Subscriber([here], index)
     saved = 0
 
-    def heard() -> bool:  # until the subscription has arrived, events go to nobody
+    def heard() -> bool:  # events before the subscription are lost
         nonlocal saved
         save(sidecar.socket, range(saved, saved + 4))
         saved += 4

@@ -1,4 +1,4 @@
-"""docs/architecture.md matches the source: its symbols, packages and threads exist."""
+"""docs/architecture.md matches the source: its symbols, packages, layers and threads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "kvstore"
+PROJECT = ROOT / "pyproject.toml"
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
-SYMBOL = re.compile(r"`(kvstore/[\w/]+\.py): ([\w.]+)`")
+SYMBOL = re.compile(r"`(kvstore/[\w/]+\.py):\s+([\w.]+)`")
 THREAD_CALLS = {"Thread": "name", "ThreadPoolExecutor": "thread_name_prefix"}
 """Calls that start threads, and the argument with the thread's name."""
 NOT_LISTED = ("analysis", "cli", "testing")
@@ -70,10 +71,40 @@ def test_the_page_lists_every_package_and_module_of_the_top_level() -> None:
     assert listed == there
 
 
+def test_the_layers_are_those_of_import_linter() -> None:
+    contract = re.search(
+        r'name = "kvstore"\n.*?layers = \[\n(.*?)\]', PROJECT.read_text(), re.DOTALL
+    )
+    page = re.search(r"^```\n(.*?)```", section("Packages"), re.MULTILINE | re.DOTALL)
+    assert contract is not None
+    assert page is not None
+    assert page[1].splitlines() == re.findall(r'"(.*)"', contract[1])
+
+
 def test_the_page_lists_every_thread() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| `(kvstore/[\w/]+\.py)", section("Threads"), re.MULTILINE)
     listed = {(file, pattern_of(name)) for name, file in rows if name != MAIN_THREAD}
     assert listed == set(threads())
+
+
+def test_the_locks_of_the_page_exist() -> None:
+    named = set(re.findall(r"`(\w+\.\w*(?:lock|turn|out|changed))`", section("Lock order")))
+    assert named
+    assert named - set(locks()) == set()
+
+
+def locks() -> Iterator[str]:
+    """`Class.attribute` of every lock and condition that a class of the package makes."""
+    for path in PACKAGE.rglob("*.py"):
+        for owner in ast.walk(tree_of(path)):
+            if isinstance(owner, ast.ClassDef):
+                for node in ast.walk(owner):
+                    if (
+                        isinstance(node, ast.Assign)
+                        and isinstance(node.targets[0], ast.Attribute)
+                        and re.match(r"threading\.(R?Lock|Condition)\(", ast.unparse(node.value))
+                    ):
+                        yield f"{owner.name}.{node.targets[0].attr}"
 
 
 def pattern_of(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The count of rooms, floors and circles (bench/layers.py), and that no circle comes back."""
+"""bench/layers.py finds packages, layers and import cycles; the package has no cycle."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def write(package: Path, **modules: str) -> None:
     (package / "__init__.py").touch()
 
 
-def test_no_modules_import_each_other_in_a_circle(layers: ModuleType) -> None:
+def test_the_package_has_no_import_cycle(layers: ModuleType) -> None:
     modules = layers.module_graph(ROOT / "kvstore")
-    assert layers.circles(modules) == []
-    assert layers.circles(layers.room_graph(modules, ROOT / "kvstore")) == []
+    assert layers.cycles(modules) == []
+    assert layers.cycles(layers.package_graph(modules, ROOT / "kvstore")) == []
 
 
-def test_a_circle_is_found_through_functions_and_type_checking(
+def test_a_cycle_is_found_through_functions_and_type_checking(
     layers: ModuleType, tmp_path: Path
 ) -> None:
     package = tmp_path / "made"
@@ -50,13 +50,13 @@ def test_a_circle_is_found_through_functions_and_type_checking(
         high__d="from made.low import a\n",
     )
     modules = layers.module_graph(package)
-    assert layers.circles(modules) == [["made.low.a", "made.low.b", "made.low.c"]]
-    rooms = layers.room_graph(modules, package)
-    assert rooms == {"made.low": set(), "made.high": {"made.low"}}
-    assert layers.floors(rooms) == {"made.low": 0, "made.high": 1}
+    assert layers.cycles(modules) == [["made.low.a", "made.low.b", "made.low.c"]]
+    packages = layers.package_graph(modules, package)
+    assert packages == {"made.low": set(), "made.high": {"made.low"}}
+    assert layers.layers(packages) == {"made.low": 0, "made.high": 1}
 
 
-def test_rooms_that_import_each_other_share_a_floor(layers: ModuleType, tmp_path: Path) -> None:
+def test_packages_that_import_each_other_share_a_layer(layers: ModuleType, tmp_path: Path) -> None:
     package = tmp_path / "made"
     write(
         package,
@@ -65,6 +65,6 @@ def test_rooms_that_import_each_other_share_a_floor(layers: ModuleType, tmp_path
         base="",
         y__c="import made.base\n",
     )
-    rooms = layers.room_graph(layers.module_graph(package), package)
-    assert layers.circles(rooms) == [["made.x", "made.y"]]
-    assert layers.floors(rooms) == {"made.base": 0, "made.x": 1, "made.y": 1}
+    packages = layers.package_graph(layers.module_graph(package), package)
+    assert layers.cycles(packages) == [["made.x", "made.y"]]
+    assert layers.layers(packages) == {"made.base": 0, "made.x": 1, "made.y": 1}

@@ -1,4 +1,4 @@
-"""A whole engine killed in the midst of its work: every slot it held comes back."""
+"""An engine process killed during its work: every slot is released."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.testing.processes import Child, Sidecar
 
 LIMIT_S = 120.0
 DELAYS_S = (0.05, 0.3, 0.8)
-"""After the first block was saved: while the engine computes, saves and loads on."""
+"""After the first saved block, while the engine still computes, saves and loads."""
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def start_engine(sidecar: Sidecar) -> Child:
 
 
 def ask(engine: Child, tokens: list[int]) -> None:
-    """One long request; it is cut off when the engine is killed."""
+    """One long request, which ends when the engine is killed."""
     url = engine.ready_line.split(" at ")[-1].strip() + "/completions"
     body = {"prompt": tokens, "max_tokens": 64, "ignore_eos": True, "model": "random-llama-4x256-0"}
     request = urllib.request.Request(url, dumps(body).encode())
@@ -75,12 +75,12 @@ def until(sidecar: Sidecar, what: str, *, at_most: int = -1, at_least: int = -1)
         time.sleep(0.02)
 
 
-def test_every_slot_of_a_killed_engine_comes_back(sidecar: Sidecar) -> None:
+def test_every_slot_of_a_killed_engine_is_released(sidecar: Sidecar) -> None:
     slots = l2(sidecar)["slots"]
     for number, delay_s in enumerate(DELAYS_S):
         engine = start_engine(sidecar)
         stored = l2(sidecar)["stored"]
-        # The first half is what the engine before saved, so that there is something to load.
+        # The previous engine saved the first half, so there are blocks to load.
         tokens = [(7 * i + number * (i > 600)) % 256 for i in range(1200)]
         asking = threading.Thread(target=ask, args=(engine, tokens))
         asking.start()

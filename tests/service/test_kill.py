@@ -1,7 +1,7 @@
 """`kill -9` of the sidecar at 50 random moments while it writes, each time on the same disk tier.
 
-After each restart: whatever it says is there reads back byte-identical; every write that was
-acknowledged (a flush that returned) is there; and nothing else has come of what was under way.
+After each restart: every cached block reads back byte-identical, every acknowledged write (a flush
+that returned) is cached, and unfinished writes leave no other blocks.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from kvstore.ipc.client import Client
 KILLS = 50
 BATCH = 8
 MAX_BATCHES = 40
-"""Batches written in one life at most; most lives are shorter."""
+"""Maximum batches written between two kills; usually fewer."""
 OLDER = 24
-"""Blocks of earlier lives looked at after each; all of them are at the end."""
+"""Blocks of earlier batches checked after each kill; all are checked at the end."""
 LATEST_KILL_S = 0.06
-"""A life's writes take about twice as long on a quiet machine: most kills fall into them."""
+"""On a quiet machine the writes take about twice as long, so most kills are during writes."""
 
 
 def flush(sidecar: ForkedSidecar) -> bool:
-    """Whether the sidecar said that all was written; False when it died over it."""
+    """Whether the sidecar reported a complete flush; False if it was killed during it."""
     try:
         connection = http.client.HTTPConnection(urlsplit(sidecar.url).netloc, timeout=LIMIT_S)
         connection.request("POST", "/v1/flush")
@@ -51,15 +51,15 @@ def flush(sidecar: ForkedSidecar) -> bool:
 
 
 def check(client: Client, written: list[bytes], acknowledged: set[bytes]) -> int:
-    """Read back everything in the store that may be there; how many blocks were."""
+    """Read back every block that may be cached. Returns how many were."""
     found = 0
     for name in written:
         tiers = match(client, [name])
         if name in acknowledged:
-            assert tiers, "an acknowledged block is gone"
+            assert tiers, "an acknowledged block is missing"
         if tiers:
             blocks, _ = get(client, [name])
-            assert blocks == [content(name)], "a block is there and is not what was written"
+            assert blocks == [content(name)], "a block is not equal to what was written"
             found += 1
     return found
 
@@ -67,7 +67,7 @@ def check(client: Client, written: list[bytes], acknowledged: set[bytes]) -> int
 @pytest.mark.slow
 def test_killed_during_writes_at_50_random_points(tmp_path: Path) -> None:
     chance = random.Random(2024)
-    # Room for all that is ever written: what is acknowledged may then not be evicted.
+    # Capacity for all writes, so that no acknowledged block may be evicted.
     capacity = 2 * KILLS * MAX_BATCHES * BATCH * (SLOT_BYTES + 4096)
     sidecar = ForkedSidecar(tmp_path, disk(tmp_path / "disk", str(capacity), codec="none"))
     acknowledged: set[bytes] = set()
@@ -82,16 +82,16 @@ def test_killed_during_writes_at_50_random_points(tmp_path: Path) -> None:
                 if not client.connected:
                     break
                 hashes = hashes_of(f"{life} {number}", BATCH)
-                # Too few free slots cut the tail of a save; what was not taken is not awaited.
+                # A save without enough free slots drops its tail; do not wait for that.
                 written += hashes[: put(client, hashes)]
                 if number % 8 == 4 and flush(sidecar):
-                    # All that was committed before the flush was in L2, and is below it now.
+                    # All blocks committed before the flush were in L2, and are on disk now.
                     acknowledged.update(written)
             killer.join()
         lives.append(written)
         sidecar.start()
         with Client(sidecar.socket, NAMESPACE, connect_timeout_s=LIMIT_S) as client:
-            # The last life in full, and a part of what earlier ones left.
+            # The last batches in full, and a part of the earlier ones.
             older = [name for names in lives[:-1] for name in names]
             found = check(client, written, acknowledged)
             check(client, chance.sample(older, min(OLDER, len(older))), acknowledged)
@@ -99,7 +99,7 @@ def test_killed_during_writes_at_50_random_points(tmp_path: Path) -> None:
             survivors += found
     with Client(sidecar.socket, NAMESPACE, connect_timeout_s=LIMIT_S) as client:
         check(client, [name for names in lives for name in names], acknowledged)
-    # The kills fell into the writes, and there was something to keep.
+    # There were kills during writes, and acknowledged blocks.
     assert torn_lives > KILLS // 3
     assert survivors > KILLS
     assert len(acknowledged) > KILLS

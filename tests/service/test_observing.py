@@ -1,4 +1,4 @@
-"""What a sidecar tells of itself: metrics by Prometheus' rules, request ids, log lines, traces."""
+"""Observability of a sidecar: metrics by Prometheus' rules, request ids, log lines, traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENS = {"token-a": "team-a", "token-b": "team-b"}
 
 
 def patient(socket: str, namespace: Namespace, **about: Any) -> Client:
-    """A client that gives nothing up because the machine is busy."""
+    """A client with timeouts long enough for a busy machine."""
     return Client(socket, namespace, response_timeout_s=LIMIT_S, **about)
 
 
@@ -70,7 +70,7 @@ def samples_of(sidecar: ForkedSidecar) -> dict[Any, float]:
     }
 
 
-def test_promtool_finds_nothing_to_say(sidecar: ForkedSidecar) -> None:
+def test_promtool_accepts_the_metrics(sidecar: ForkedSidecar) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed; Debian's package prometheus brings it")
@@ -163,7 +163,7 @@ def test_unknown_paths_are_one_row(sidecar: ForkedSidecar) -> None:
     assert not any("/made/up" in str(key) for key in samples_of(sidecar))
 
 
-def test_request_ids_go_back_and_into_the_log(tmp_path: Path) -> None:
+def test_request_ids_are_returned_and_logged(tmp_path: Path) -> None:
     log = tmp_path / "log"
     sidecar = ForkedSidecar(tmp_path, {"log": {"format": "json", "level": "debug"}}, stderr=log)
     try:
@@ -182,7 +182,7 @@ def test_request_ids_go_back_and_into_the_log(tmp_path: Path) -> None:
     assert second["status"] == 404
 
 
-def test_a_wrong_format_is_one_line(tmp_path: Path) -> None:
+def test_an_unknown_log_format_is_one_line(tmp_path: Path) -> None:
     code, _, err = run_command(tmp_path, "serve", "--log-format", "xml")
     assert code == 2
     assert err.startswith("kvstore: log.format = 'xml'")
@@ -190,7 +190,7 @@ def test_a_wrong_format_is_one_line(tmp_path: Path) -> None:
 
 
 class Collector(ThreadingHTTPServer):
-    """Takes OTLP over HTTP."""
+    """Accepts OTLP over HTTP."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -237,7 +237,7 @@ def test_traces(tmp_path: Path) -> None:
         put(client, hashes_of("traced", 2))
         get(client, hashes_of("traced", 2))
         fetch(sidecar, "/v1/stats", {"traceparent": parent, "X-Request-Id": "traced-1"})
-    assert sidecar.stop() == 0  # which sends what waits
+    assert sidecar.stop() == 0  # sends the queued spans
     [request] = collector.named("GET /v1/stats")
     assert request.trace_id.hex() == "ab" * 16
     assert request.parent_span_id.hex() == "cd" * 8
@@ -271,7 +271,7 @@ def test_an_invalid_endpoint_is_one_line(tmp_path: Path) -> None:
     assert err.startswith("kvstore: trace.endpoint = 'collector:4318' must be an HTTP URL")
 
 
-def test_a_client_that_hangs_up_in_its_request_is_no_error(tmp_path: Path) -> None:
+def test_a_client_that_disconnects_in_its_request_is_not_an_error(tmp_path: Path) -> None:
     log = tmp_path / "log"
     sidecar = ForkedSidecar(tmp_path, stderr=log)
     with socket.create_connection(
@@ -303,7 +303,7 @@ def test_the_documentation_names_every_metric_and_no_other(sidecar: ForkedSideca
             if each.name.startswith("kvstore_")
         }
     engine = {name for name in named if name.startswith("kvstore_engine_")}
-    # Shown by tiers that have them only.
+    # Only some tiers have these.
     assert named - engine - told <= {"kvstore_tier_quota_evictions_total"}
     assert told - named == set()
     assert {f"kvstore_engine_{name}_total" for name in COUNTERS} <= engine

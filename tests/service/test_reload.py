@@ -1,4 +1,4 @@
-"""Reloading the configuration of a real sidecar: by SIGHUP and over HTTP, all of it or nothing."""
+"""Configuration reload of a real sidecar: by SIGHUP and over HTTP, all changes or none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLOTS = 64
 
 
 def file_of(folder: Path, **tables: Mapping[str, Any]) -> str:
-    """A configuration whose tables are laid over the test's own."""
+    """A configuration with some tables of the test's default replaced."""
     base: dict[str, dict[str, Any]] = {
         "l2": {"bytes": SLOTS * SLOT_BYTES, "slot_bytes": SLOT_BYTES},
         "write": {"policy": "write_through"},
@@ -52,7 +52,7 @@ def toml(value: Any) -> str:
 
 
 class Running:
-    """A sidecar with a file, and the file."""
+    """A sidecar with its configuration file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,12 +66,12 @@ class Running:
         self.file.write_text(file_of(self.folder, **tables))
 
     def reload(self, token: str | None = None, **tables: Mapping[str, Any]) -> dict[str, Any]:
-        """Over HTTP, after the file was written anew."""
+        """Write the file and reload over HTTP."""
         self.write(**tables)
         return request_json(self.url, "/v1/reload", {}, auth_token=token)
 
     def hang_up(self, expected: str) -> None:
-        """SIGHUP; returns when the sidecar has said so."""
+        """Send SIGHUP; returns when the sidecar has printed the line."""
         before = len(self.process.lines)
         self.process.signal(signal.SIGHUP)
         wait_until(
@@ -102,7 +102,7 @@ def changed(answer: dict[str, Any]) -> dict[str, Any]:
     return {change["key"]: change.get("new") for change in answer["changed"]}
 
 
-def test_a_signal_sets_what_the_file_says_now(running: Running) -> None:
+def test_a_signal_applies_the_changed_file(running: Running) -> None:
     running.write(l2={"max_pinned_fraction": 0.5}, write={"policy": "selective"})
     running.hang_up("kvstore reloaded: l2.max_pinned_fraction, write.policy")
     assert running.stats()["l2"]["max_pinned"] == SLOTS // 2
@@ -112,11 +112,11 @@ def test_a_signal_sets_what_the_file_says_now(running: Running) -> None:
         put(client, names)
         assert client.sync(10.0)
         request_json(running.url, "/v1/flush", {})
-        assert running.stats()["tiers"]["disk"]["writes"] == writes  # nobody asked twice
+        assert running.stats()["tiers"]["disk"]["writes"] == writes  # no second hit
     running.hang_up("kvstore reloaded: nothing has changed")
 
 
-def test_a_route_sets_all_of_it_and_says_what(running: Running) -> None:
+def test_the_http_route_applies_and_returns_all_changes(running: Running) -> None:
     answer = running.reload(
         l2={"ttl": "1h", "quota": {"*": 8 * SLOT_BYTES}},
         write={"policy": "write_back", "selective_hits": 3},
@@ -148,13 +148,13 @@ def test_a_route_sets_all_of_it_and_says_what(running: Running) -> None:
     assert {"key": "limits.write_queue_blocks", "old": 256, "new": 7} in answer["changed"]
     with running.client() as client:
         put(client, hashes_of("quota", 12))
-        # L2 holds eight of the tenant's blocks; the second client finds no place.
+        # L2 has eight blocks of the tenant; the second client is rejected.
         assert len(match(client, hashes_of("quota", 12))) <= 8
         with Client(running.process.socket, NAMESPACE) as second:
             assert "1 clients" in second.match(hashes_of("quota", 1)).fault
 
 
-def test_a_smaller_quota_is_kept_to_from_the_next_save_on(running: Running) -> None:
+def test_a_smaller_quota_applies_from_the_next_save(running: Running) -> None:
     with running.client() as client:
         request_json(running.url, "/v1/clear?tier=l2", {})
         put(client, hashes_of("large", 30))
@@ -171,17 +171,17 @@ def test_a_smaller_quota_is_kept_to_from_the_next_save_on(running: Running) -> N
         assert running.stats()["l2"]["tenants"]["default"] == 30
 
 
-def test_blocks_age_from_a_reload_on(running: Running) -> None:
+def test_blocks_expire_after_a_reload(running: Running) -> None:
     with running.client() as client:
         put(client, hashes_of("old", 4))
         assert client.sync(10.0)
         assert running.stats()["l2"]["slots_ready"] > 0
         running.reload(l2={"ttl": "80ms"})
         wait_until(lambda: running.stats()["l2"]["slots_ready"] == 0, "L2 is empty")
-        assert len(match(client, hashes_of("old", 4))) == 4  # the disk has them
+        assert len(match(client, hashes_of("old", 4))) == 4  # on disk
 
 
-def test_blocks_that_wait_for_their_eviction_are_written_whatever_comes_after(
+def test_dirty_blocks_are_written_after_a_policy_change(
     running: Running,
 ) -> None:
     running.reload(write={"policy": "write_back"})
@@ -196,7 +196,7 @@ def test_blocks_that_wait_for_their_eviction_are_written_whatever_comes_after(
         assert match(client, names) == ["disk"] * 5
 
 
-def test_tokens_change_under_clients_that_stay(running: Running) -> None:
+def test_auth_tokens_change_and_connected_clients_stay(running: Running) -> None:
     with running.client() as client:
         put(client, hashes_of("mine", 2))
         server = {"auth_tokens": {"new-secret": "team-b"}, "admin_auth_token": "of-the-admin"}
@@ -237,10 +237,10 @@ def test_tokens_change_under_clients_that_stay(running: Running) -> None:
         ({"log": {"level": "loud"}}, ["log.level", "'loud'"]),
     ],
 )
-def test_what_cannot_be_or_is_wrong_changes_nothing(
+def test_an_invalid_or_fixed_change_applies_nothing(
     running: Running, tables: dict[str, Any], words: list[str]
 ) -> None:
-    """The file changes something that can change, too: it does not."""
+    """The file also changes a reloadable key, which must not be applied."""
     limits = {"shutdown_drain_timeout": 1234, **tables.get("limits", {})}
     before = running.stats()["reloads"]
     with pytest.raises(ConfigError) as caught:
@@ -256,7 +256,7 @@ def test_what_cannot_be_or_is_wrong_changes_nothing(
     }
 
 
-def test_a_file_that_is_gone_or_no_toml_changes_nothing(running: Running) -> None:
+def test_a_missing_or_invalid_file_applies_nothing(running: Running) -> None:
     for text in ("[l2", None):
         running.file.unlink()
         if text is not None:
@@ -287,7 +287,7 @@ def test_reloads_are_metrics(running: Running) -> None:
         assert float(bad[name]) == float(good[name]) + more
 
 
-def test_many_signals_at_once_are_harmless(running: Running) -> None:
+def test_many_signals_are_harmless(running: Running) -> None:
     applied = running.stats()["reloads"]["applied"]
     for _ in range(50):
         os.kill(running.process.pid, signal.SIGHUP)
@@ -296,7 +296,7 @@ def test_many_signals_at_once_are_harmless(running: Running) -> None:
     running.hang_up("kvstore reloaded")
 
 
-def test_what_engines_read_is_said_to_be_theirs(running: Running, tmp_path: Path) -> None:
+def test_keys_of_engines_are_listed_separately(running: Running, tmp_path: Path) -> None:
     running.write(limits={"shutdown_drain_timeout": 777})
     with running.file.open("a") as file:
         file.write('[prefetch]\nbase_wait = "70ms"\n')
@@ -310,7 +310,7 @@ def test_what_engines_read_is_said_to_be_theirs(running: Running, tmp_path: Path
     assert (code, json.loads(out)) == (0, {"changed": [], "for_engines": []})
 
 
-def test_without_a_file_there_is_nothing_to_read(tmp_path: Path) -> None:
+def test_a_reload_without_a_file_is_an_error(tmp_path: Path) -> None:
     flags = (
         "--l2",
         str(SLOTS * SLOT_BYTES),
@@ -332,7 +332,7 @@ def test_without_a_file_there_is_nothing_to_read(tmp_path: Path) -> None:
         assert sidecar.stop() == 0
 
 
-def test_every_key_that_reloads_is_one() -> None:
+def test_every_reloadable_key_exists() -> None:
     known = {
         f"{section}.{name}"
         for section, field in Settings.model_fields.items()

@@ -1,7 +1,7 @@
 """Kill -9 against the disk tier: kills a writer, then checks the tier.
 
-As a program: `python tests/tiers/crash_rig.py --loops 200`. It takes turns between a tier with
-room for everything, one that reclaims all the time, and both over three directories.
+As a program: `python tests/tiers/crash_rig.py --loops 200`. It alternates between a
+tier with room for everything and one that reclaims all the time, with one and three directories.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class CrashRun:
         self.directories = list(directories)
         self.capacity = capacity
         self.journal: dict[int, int] = {}
-        """Every block acknowledged, less those that were reclaimed: how many bytes had been when
-        its write began. (Not when it was said: a thread may be held up before it says so, and what
-        others write meanwhile may be all that there is room for.)"""
+        """Acknowledged blocks without reclaimed ones: number of bytes acknowledged when the write
+        began. (Not when the write was acknowledged: a thread may be delayed before it reports that,
+        and other threads may fill the whole capacity meanwhile.)"""
         self.written_bytes = 0
         self.deleted: set[int] = set()
         self.torn = 0

@@ -55,7 +55,7 @@ def put(tier: Tier, buffer: FrameBuffer, numbers: range, nbytes: int = 20_000) -
 def readable_keys(
     tier: Tier, buffer: FrameBuffer, keys: list[Key], *, max_corrupt: int = 0
 ) -> list[Key]:
-    """The keys that `contains` names, each read and compared; at most `damaged` are not right."""
+    """The keys that `contains` lists, each read and compared; at most `max_corrupt` are corrupt."""
     right = []
     wrong = 0
     for key, has in zip(keys, tier.contains(keys), strict=True):

@@ -1,4 +1,4 @@
-"""A disk tier with several directories against a model: they are added, removed and fail, and the process is killed."""
+"""A disk tier against a model: directories are added, removed and fail; the process is killed."""
 
 from __future__ import annotations
 

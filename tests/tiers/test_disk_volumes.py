@@ -332,7 +332,7 @@ def test_a_disk_that_fails_is_tried_again_later(places: list[Path]) -> None:
     now_s[0] += DOWN_S
     assert volumes.is_up(bad)
     volumes.record_success(bad)
-    assert volumes.all_up()
+    assert volumes.are_all_up()
     volumes.record_failure(bad, error)
     assert volumes.is_up(bad), "a success resets the failures"
     for _ in range(100):

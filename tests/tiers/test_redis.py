@@ -231,7 +231,7 @@ def test_a_foreign_value_is_a_miss_and_is_replaced(
 
 
 def test_a_whole_frame_too_large_for_the_buffer_stays(open_: Any, buffer: FrameBuffer) -> None:
-    """Also a value that is too long to discard. Its connection is closed, and the next call works."""
+    """Also a value too long to discard. Its connection is closed, and the next call works."""
     tier, large = open_(), FrameBuffer(2048 * KIB)
     tier.write(*large.fill(key_of(1), 2048 * KIB))
     for _ in range(3):

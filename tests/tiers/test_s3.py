@@ -131,7 +131,7 @@ def test_a_round_changes_nothing_of_what_is_known(s3_server: S3Server, bucket: s
 def test_the_same_blocks_have_the_same_name_and_are_put_once(
     s3_server: S3Server, bucket: str, buffer: FrameBuffer
 ) -> None:
-    """By two nodes that do not know of each other: as single blocks, and as a group in another order."""
+    """By two nodes without contact: as single blocks, and as a group in another order."""
     one, two = open_packing(s3_server, bucket), open_packing(s3_server, bucket)
     keys = [key_of(number) for number in range(8)]
     write_together(one, keys)

@@ -95,8 +95,8 @@ def test_a_running_node_learns_by_itself(s3_server: S3Server, bucket: str) -> No
 
 
 def test_two_collectors_under_pressure(s3_server: S3Server, bucket: str) -> None:
-    """Both nodes write more than the capacity and reconcile all the time. Reads are correct (the nodes
-    compare them), no call raises, and in the end the bucket is within the capacity."""
+    """Both nodes write more than the capacity and reconcile all the time. Reads are correct (each
+    node compares them), no call raises, and in the end the bucket is within the capacity."""
     config = s3_server.values(bucket, capacity=MIB, list_interval="50ms", gc_grace="50ms")
     pair = [Node(config), Node(config)]
     for number, node in enumerate(pair):
@@ -228,8 +228,8 @@ def test_an_expired_block_can_be_written_before_it_is_collected(
 def test_an_expired_block_is_absent_and_does_not_hide_what_is_written_since(
     s3_server: S3Server, bucket: str, buffer: FrameBuffer
 ) -> None:
-    """Between two rounds of the reconciler. One block had its own object, the others shared one. Each
-    is written again in its own object, whose name may sort before or after the old one."""
+    """Between two rounds of the reconciler. One block had its own object, the others shared one.
+    Each is written again in its own object, whose name may sort before or after the old one."""
     tier = s3_server.open(bucket, ttl="8s", writer_threads=8, linger="10s")
     keys = [key_of(number) for number in range(8)]
     write_together(tier, keys)

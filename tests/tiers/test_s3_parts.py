@@ -388,7 +388,7 @@ def hang(_):
     threading.Event().wait()
 
 def ask():
-    list(Objects(None, "", 1, 0.0).each(hang, [1, 2, 3]))
+    list(Objects(None, "", 1, 0.0).map_concurrently(hang, [1, 2, 3]))
 
 threading.Thread(target=ask, daemon=True).start()
 for _ in range(3):

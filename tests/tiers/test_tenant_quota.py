@@ -317,10 +317,10 @@ def test_l2_a_run_longer_than_the_quota_keeps_its_head() -> None:
     assert put(manager, "b", 0, 1, 2) == 0
 
 
-def test_l2_what_a_tenant_reads_now_is_not_taken_from_it() -> None:
+def test_l2_leased_blocks_are_not_evicted() -> None:
     manager = manager_of(8, {"a": 2})
     put(manager, "a", 0, 1)
-    plan = manager.lease(1, keys_of("a", [0, 1]), 4096, [None, None], "ticket")
+    plan = manager.lease(1, keys_of("a", [0, 1]), 4096, [None, None], "operation")
     assert len(plan.ready) == 2
     assert put(manager, "a", 2) == 1
     assert cached_blocks(manager, "a") == {0, 1}
@@ -329,9 +329,9 @@ def test_l2_what_a_tenant_reads_now_is_not_taken_from_it() -> None:
     assert len(cached_blocks(manager, "a")) == 2
 
 
-def test_l2_loads_and_adopted_blocks_count_too() -> None:
+def test_l2_loads_and_warmed_blocks_count_too() -> None:
     manager = manager_of(8, {"a": 1}, tiers=1)
-    plan = manager.lease(1, keys_of("a", [0, 1]), 4096, [0, 0], "ticket")
+    plan = manager.lease(1, keys_of("a", [0, 1]), 4096, [0, 0], "operation")
     assert len(plan.new_loads) == 1
     assert plan.reason == "no free slot"
     assert manager.reserve_for_warm(key("a", 2), 4096, 0) is None

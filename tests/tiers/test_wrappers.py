@@ -120,7 +120,7 @@ def test_a_probe_decides_and_failed_ones_wait_longer() -> None:
         rig.fail(1)
         wait_s = min(2 * wait_s, 10.0 * MAX_BACKOFF)
     rig.clock.advance(wait_s)
-    assert rig.breaker.contains([key_of(1)]) == [True], "a lookup in a local index is no probe"
+    assert rig.breaker.contains([key_of(1)]) == [True], "a lookup in a local index is not a probe"
     assert not rig.breaker.is_up()
     assert rig.read() == IO_ALIGNMENT
     assert rig.breaker.is_up()

@@ -83,10 +83,10 @@ def optimal_hit_rates(requests: Sequence[TraceRequest], capacity: int) -> tuple[
 
     The two figures are those of `replay.hit_rates`.
     """
-    optimum = OfflineOptimal()
+    optimal = OfflineOptimal()
     for request in requests:
-        optimum.add(request)
-    return optimum.hit_rates(capacity)
+        optimal.add(request)
+    return optimal.hit_rates(capacity)
 
 
 _NONE: NDArray[np.int64] = np.empty(0, np.int64)

@@ -47,22 +47,22 @@ class Sweep:
         self, trace: Requests, progress: Progress = lambda what, done, total: None
     ) -> list[dict[str, Any]]:
         """Return the figures of each shape for JSON (`Replay.result` and the optimal rates)."""
-        optimum, replays = self._offline_optimal, self.replays
+        optimal, replays = self._offline_optimal, self.replays
         for request in trace.requests:
             for replay in replays:
                 replay.step(request)
-            if optimum is not None:
-                optimum.add(request)
+            if optimal is not None:
+                optimal.add(request)
         block_tokens = trace.block_tokens
         found = [replay.result(block_tokens) for replay in replays]
         best: dict[int | None, tuple[float, float]] = {}
         for replay, figures in zip(replays, found, strict=True):
             capacity = replay.shape.all_blocks(block_tokens)
             figures |= _facts(trace, replay.shape, capacity)
-            if optimum is None:
+            if optimal is None:
                 continue
             if capacity not in best:
-                best[capacity] = optimum.hit_rates(
+                best[capacity] = optimal.hit_rates(
                     capacity, lambda done, total: progress("offline optimal", done, total)
                 )
             figures |= _regret(figures, *best[capacity])

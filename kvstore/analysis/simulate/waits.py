@@ -159,20 +159,20 @@ class WaitModel:
     ) -> tuple[int, float]:
         """Return the blocks that are ready when the policy ends the wait, and the wait.
 
-        Once a policy says GO it does not change its mind, so bisection finds the time.
+        Once a policy says GO it does not change its decision, so bisection finds the time.
         """
         done_ms = arrive_s[-1] * 1e3
 
         def go(elapsed_ms: float) -> bool:
             ready = bisect_right(arrive_s, elapsed_ms / 1e3)
-            verdict = policy.decide(
+            decision = policy.decide(
                 elapsed_ms=elapsed_ms,
                 tokens_wanted=tokens[len(arrive_s) - 1],
                 tokens_ready=tokens[ready - 1] if ready else 0,
                 done=elapsed_ms >= done_ms,
                 can_start=elapsed_ms >= can_start_s * 1e3,
             )
-            return verdict is WaitDecision.GO
+            return decision is WaitDecision.GO
 
         low_ms, high_ms = 0.0, done_ms
         if go(0.0):

@@ -175,7 +175,7 @@ function start() {
   });
   $("access").addEventListener("click", async () => {
     $("token").value = state.token;
-    if ((await dialog("ask")) !== "use") return;
+    if ((await dialog("auth")) !== "use") return;
     state.token = $("token").value.trim();
     store(sessionStorage, "kvstore-token", state.token);
     state.view = null;

@@ -8,12 +8,12 @@ const NARROWEST = 280;
 let WIDE = 640;
 const PAD = { left: 52, right: 12, top: 10, bottom: 26 };
 
-function across(share) {
-  return PAD.left + share * (WIDE - PAD.left - PAD.right);
+function across(fraction) {
+  return PAD.left + fraction * (WIDE - PAD.left - PAD.right);
 }
 
-function up(share) {
-  return HIGH - PAD.bottom - share * (HIGH - PAD.top - PAD.bottom);
+function up(fraction) {
+  return HIGH - PAD.bottom - fraction * (HIGH - PAD.top - PAD.bottom);
 }
 
 export function fit(id) {
@@ -25,21 +25,21 @@ function frame(label, ...content) {
 }
 
 function grid(lines) {
-  return lines.map(([share, text]) => svg("g", {},
-    svg("line", { class: "axis", x1: PAD.left, x2: WIDE - PAD.right, y1: up(share), y2: up(share) }),
-    svg("text", { x: PAD.left - 6, y: up(share) + 4, "text-anchor": "end" }, text)));
+  return lines.map(([fraction, text]) => svg("g", {},
+    svg("line", { class: "axis", x1: PAD.left, x2: WIDE - PAD.right, y1: up(fraction), y2: up(fraction) }),
+    svg("text", { x: PAD.left - 6, y: up(fraction) + 4, "text-anchor": "end" }, text)));
 }
 
-// Hit rates between two samples: [{from, time, shares: [by tier]}]. A step without lookups is left out.
+// Hit rates between two samples: [{from, time, fractions: [by tier]}]. A step without lookups is left out.
 // The counters restart with the sidecar.
 export function hitSteps(history, tiers) {
   const steps = [];
   for (let i = 1; i < history.time_s.length; i += 1) {
     const looked = history.lookup_tokens[i] - history.lookup_tokens[i - 1];
     if (looked <= 0) continue;
-    const shares = tiers.map((tier) => Math.max(0, (history.hit_tokens[tier]?.[i] ?? 0) - (history.hit_tokens[tier]?.[i - 1] ?? 0)) / looked);
-    const total = shares.reduce((sum, share) => sum + share, 0);
-    steps.push({ from: history.time_s[i - 1], time: history.time_s[i], shares: total > 1 ? shares.map((share) => share / total) : shares });
+    const fractions = tiers.map((tier) => Math.max(0, (history.hit_tokens[tier]?.[i] ?? 0) - (history.hit_tokens[tier]?.[i - 1] ?? 0)) / looked);
+    const total = fractions.reduce((sum, fraction) => sum + fraction, 0);
+    steps.push({ from: history.time_s[i - 1], time: history.time_s[i], fractions: total > 1 ? fractions.map((fraction) => fraction / total) : fractions });
   }
   return steps;
 }
@@ -55,15 +55,15 @@ export function hitChart(history, tiers) {
     let base = 0;
     const x = across((step.from - first) / span);
     const width = Math.max(1, across((step.time - first) / span) - x);
-    return step.shares.map((share, index) => {
-      const top = base + share;
+    return step.fractions.map((fraction, index) => {
+      const top = base + fraction;
       const rect = svg("rect", { class: `area ${tone(tiers, tiers[index])}`, x: x.toFixed(1), width: width.toFixed(1),
         y: up(top).toFixed(1), height: Math.max(0, up(base) - up(top)).toFixed(1) });
       base = top;
       return rect;
     });
   });
-  const mean = steps.reduce((sum, step) => sum + step.shares.reduce((a, b) => a + b, 0), 0) / steps.length;
+  const mean = steps.reduce((sum, step) => sum + step.fractions.reduce((a, b) => a + b, 0), 0) / steps.length;
   const ago = (at) => (last - at < 90 ? `${Math.round(last - at)} s ago` : `${Math.round((last - at) / 60)} min ago`);
   return frame(`Hit rate over time, ${percent(mean)} on average of ${steps.length} samples`,
     grid([[0, "0 %"], [0.5, "50 %"], [1, "100 %"]]), bars,

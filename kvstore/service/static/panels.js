@@ -41,7 +41,7 @@ export function tiles(view) {
     tile("Tokens looked up", count(lookups), `${count(view.users.reduce((n, u) => n + u.saved_tokens, 0))} saved`),
     tile("Engines", String(view.clients), `${count(l2.slots_leased)} slots leased, ${count(l2.slots_pinned)} pinned`),
     tile("Dropped", count(dropped), `${count(l2.tier_writes_dropped)} writes, ${count(l2.no_slot)} saves`),
-    tile("Errors", count(errors), `${count(sum("checksum_failures"))} of them checksum failures`, errors > 0));
+    tile("Errors", count(errors), `${count(sum("checksum_failures"))} checksum failures`, errors > 0));
 }
 
 export function hits(view) {
@@ -55,7 +55,7 @@ export function hits(view) {
   }
   const steps = hitSteps(view.history, tiers);
   const newest = steps[steps.length - 1];
-  show("hits", chart, key(tiers.map((name, i) => [`${name} ${percent(newest.shares[i])} in the last sample`, tone(tiers, name)])));
+  show("hits", chart, key(tiers.map((name, i) => [`${name} ${percent(newest.fractions[i])} in the last sample`, tone(tiers, name)])));
 }
 
 export function space(view) {
@@ -92,7 +92,7 @@ export function health(view, acts) {
       wrong(tier.errors), wrong(tier.checksum_failures), count(tier.deadline_exceeded ?? 0), count(tier.breaker_opened ?? 0), clear(name)]);
   }
   show("tiers", table("Tiers", columns, rows),
-    el("p", { class: "hint" }, `Queued: reads / writes. Loads in flight: ${count(l2.loads_in_flight)} blocks. Tier writes in flight: ${count(l2.tier_writes_in_flight)} blocks.`));
+    el("p", { class: "hint" }, `Queued: reads / writes. Now ${count(l2.loads_in_flight)} loads and ${count(l2.tier_writes_in_flight)} tier writes are in flight.`));
 }
 
 function walk(chains, above = []) {

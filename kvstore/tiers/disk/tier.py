@@ -92,7 +92,7 @@ class DiskTier(Tier):
     def contains(self, keys: Sequence[Key]) -> list[bool]:
         with self._lock:
             self._begin_call()
-            if self._volumes.all_up():
+            if self._volumes.are_all_up():
                 return self._state.index.contains_each(keys)
             return [self._find(key) is not None for key in keys]
 

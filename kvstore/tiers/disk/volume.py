@@ -146,10 +146,8 @@ class Volume:
     def end_write(
         self, key: Key, segment: Segment, sector: int, sectors: int, *, written: bool
     ) -> bool:
-        """End a write: publish the frame if it was written. The caller owns the lock.
-
-        Returns whether the caller must call `close_segment`.
-        """
+        """End a write: publish the frame if it was written. The caller owns the lock, and calls
+        `close_segment` if this returns True."""
         if written and segment.removed:
             self._state.evictions += 1
         elif written:
@@ -209,11 +207,9 @@ class Volume:
             new_bytes = (sector - max(1, segment.checkpoint_sector)) * SECTOR_BYTES
             is_due = not segment.sealed and new_bytes >= self._limits.checkpoint_bytes
             deleted_count = len(segment.deleted_sectors)
-            entries = (
-                segment.entries.copy_before(sector, without=segment.deleted_sectors)
-                if is_due
-                else None
-            )
+            entries = None
+            if is_due:
+                entries = segment.entries.copy_before(sector, without=segment.deleted_sectors)
         try:
             segment.sync(self._files)
             if entries is not None:
@@ -234,10 +230,8 @@ class Volume:
         return max(0.0, (expires_ms - self._limits.now_ms()) / 1000) if expires_ms else None
 
     def expire_segments(self) -> bool:
-        """Remove expired segments from the index; returns whether there were any.
-
-        `remove_expired` then deletes their files. The caller owns the lock.
-        """
+        """Remove expired segments from the index; returns whether `remove_expired` has files to
+        delete. The caller owns the lock."""
         now_ms = self._limits.now_ms()
         if not self.expires_ms or now_ms < self.expires_ms:
             return False
@@ -328,10 +322,8 @@ class Volume:
         return unused and removed.nbytes == self._limits.segment_bytes and not self._limits.ttl_ms
 
     def _reclaim_segment(self, deadline_s: float) -> bool:
-        """Evict an idle segment, or wait until one becomes idle or is closed.
-
-        Returns False if no space was freed and none will be.
-        """
+        """Evict an idle segment, or wait until one is idle or closed. Returns False if no space was
+        freed and none will be."""
         with self._state.lock:
             victim = self._pop_victim()
             if victim is None:
@@ -348,10 +340,8 @@ class Volume:
         return bool(waits) and left_s > 0 and self._state.changed.wait(left_s)
 
     def _pop_victim(self) -> Segment | None:
-        """Unregister the first idle segment in eviction order. The caller owns the lock.
-
-        Returns None while an earlier victim still has readers, since its bytes will become free.
-        """
+        """Unregister the first idle segment in eviction order. Returns None while an earlier victim
+        has readers, since its bytes will become free. The caller owns the lock."""
         if self._closing_count:
             return None
         for sequence_no in self._eviction_policy.eviction_order():
@@ -370,10 +360,8 @@ class Volume:
         self._set_expiry()
 
     def _unregister_segment(self, segment: Segment) -> int:
-        """Remove a segment and its blocks; returns the number of blocks.
-
-        The caller owns the lock, and calls `_delete_file` afterwards.
-        """
+        """Remove a segment and its blocks; returns the number of blocks. The caller owns the lock,
+        and calls `_delete_file` afterwards."""
         self._closing_count += 1
         del self._segments[segment.sequence_no]
         self._eviction_policy.on_remove(segment.sequence_no)

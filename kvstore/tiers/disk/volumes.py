@@ -117,7 +117,7 @@ class Volumes:
         """Whether a directory may be used now. The caller owns the lock."""
         return not self._down_count or self._clock() >= self._health[volume.volume_no].down_until_s
 
-    def all_up(self) -> bool:
+    def are_all_up(self) -> bool:
         """Whether no directory is disabled. The caller owns the lock."""
         return not self._down_count
 

@@ -54,10 +54,10 @@ class Address:
         return tuple(secret for secret in found if secret)
 
     def __str__(self) -> str:
-        places = ", ".join(f"{host}:{port}" for host, port in self.hosts)
+        addresses = ", ".join(f"{host}:{port}" for host, port in self.hosts)
         if self.sentinel_master:
-            return f"redis master {self.sentinel_master!r} of the sentinels {places}"
-        return f"redis cluster {places}" if self.cluster else f"redis {self.socket or places}"
+            return f"redis master {self.sentinel_master!r} of the sentinels {addresses}"
+        return f"redis cluster {addresses}" if self.cluster else f"redis {self.socket or addresses}"
 
 
 def address_of(config: Config) -> Address:
@@ -90,8 +90,8 @@ def address_of(config: Config) -> Address:
     hosts: tuple[tuple[str, int], ...] = ()
     socket = config.socket
     if url is not None:
-        user, password = _credentials(url, user, password)
-        database = _database(url, database)
+        user, password = _parse_credentials(url, user, password)
+        database = _parse_database(url, database)
         if url.scheme == "unix":
             socket = unquote(url.path)
         else:
@@ -103,7 +103,9 @@ def address_of(config: Config) -> Address:
         hosts = tuple(_parse_host(text, default) for text in config.sentinels or config.cluster)
     if socket and tls:
         raise ConfigError("the redis tier does not support TLS over a Unix socket; unset tls")
-    common = _timeouts(config, bool(socket)) | (_tls_options(config) if tls else _no_tls(config))
+    common = _timeout_options(config, bool(socket)) | (
+        _tls_options(config) if tls else _check_no_tls_keys(config)
+    )
     login = {"username": user or None, "password": password or None}
     sentinel_login = {
         "username": None,
@@ -145,14 +147,14 @@ def _parse_url(url: str) -> SplitResult:
     return parts
 
 
-def _credentials(url: SplitResult, user: str, password: str) -> tuple[str, str]:
+def _parse_credentials(url: SplitResult, user: str, password: str) -> tuple[str, str]:
     """User and password from the URL, else from their own keys."""
     if (url.username and user) or (url.password and password):
         raise ConfigError("redis tier: user or password is set twice, in url and as a key")
     return unquote(url.username or "") or user, unquote(url.password or "") or password
 
 
-def _database(url: SplitResult, database: int) -> int:
+def _parse_database(url: SplitResult, database: int) -> int:
     """The database number from the URL's path, else from the key `database`."""
     text = "" if url.scheme == "unix" else url.path.strip("/")
     if not text:
@@ -178,7 +180,7 @@ def _parse_host(text: str, default_port: int) -> tuple[str, int]:
     return host, port or default_port
 
 
-def _timeouts(config: Config, unix: bool) -> dict[str, Any]:
+def _timeout_options(config: Config, unix: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
         "socket_timeout": config.timeout / 1e3,
         "socket_connect_timeout": config.connect_timeout / 1e3,
@@ -213,7 +215,7 @@ def _tls_options(config: Config) -> dict[str, Any]:
     }
 
 
-def _no_tls(config: Config) -> dict[str, Any]:
+def _check_no_tls_keys(config: Config) -> dict[str, Any]:
     given = [name for name in ("tls_ca", "tls_cert", "tls_key") if _is_set(config, name)]
     if given:
         raise ConfigError(f"redis tier: {given[0]} is set, but tls is not; set tls = true")

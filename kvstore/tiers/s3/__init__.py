@@ -35,25 +35,25 @@ ENCRYPTIONS: Final = ("", "AES256", "aws:kms")
 _PREFIX = re.compile(r"([A-Za-z0-9._-]+/)*")
 
 
-def _secret(value: Any) -> SecretStr:
+def _hide(value: Any) -> SecretStr:
     """Wrap any value in SecretStr, so that no message repeats it."""
     return value if isinstance(value, SecretStr) else SecretStr(str(value))
 
 
-def _prefix(value: str) -> str:
+def _validate_prefix(value: str) -> str:
     value = value.strip("/") + "/" if value.strip("/") else ""
     if not _PREFIX.fullmatch(value) or len(value) > 512:
         raise ValueError("use letters, digits and ._-/ (at most 512)")
     return value
 
 
-def _encryption(value: str) -> str:
+def _validate_encryption(value: str) -> str:
     if value not in ENCRYPTIONS:
         raise ValueError("use '', 'AES256' (SSE-S3) or 'aws:kms'")
     return value
 
 
-Secret = Annotated[SecretStr, BeforeValidator(_secret)]
+Secret = Annotated[SecretStr, BeforeValidator(_hide)]
 NO_SECRET: Final = SecretStr("")
 
 
@@ -63,7 +63,7 @@ class Config(Section):
     name: str = "s3"
     bucket: str = Field(min_length=3, max_length=255)
     """Name of an existing bucket."""
-    prefix: Annotated[str, AfterValidator(_prefix)] = "kvstore/"
+    prefix: Annotated[str, AfterValidator(_validate_prefix)] = "kvstore/"
     """Prefix of all object names. The tier does not touch other objects of the bucket."""
     endpoint: str = ""
     """URL of the service. "": AWS in `region`."""
@@ -78,7 +78,7 @@ class Config(Section):
     """Secret access key of `access_key`."""
     session_token: Secret = NO_SECRET
     """Session token, for temporary credentials."""
-    encryption: Annotated[str, AfterValidator(_encryption)] = ""
+    encryption: Annotated[str, AfterValidator(_validate_encryption)] = ""
     """Server-side encryption of objects: AES256 (SSE-S3) or aws:kms. "": the bucket's default."""
     kms_key: str = ""
     """ID of the KMS key for aws:kms. "": the account's default key."""

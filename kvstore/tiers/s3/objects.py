@@ -86,7 +86,7 @@ class Objects:
             return Segment(name, footer, etag="", modified_s=self.client.now_s(), own=True)
         raise TierError(f"all {MAX_NAMES} names of the segment are in use by other nodes")
 
-    def _accept_peer_segment(self, name: str, ours: layout.Footer) -> Segment | None:
+    def _accept_peer_segment(self, name: str, new_footer: layout.Footer) -> Segment | None:
         """The existing segment of this name, if the blocks are safe in it; else None.
 
         An older segment may be garbage-collected at any time, and one with a tombstone does not
@@ -104,7 +104,7 @@ class Objects:
             segment = self.open_segment(found)
         except (Missing, Invalid):
             return None
-        if segment.identity == ours.identity:
+        if segment.identity == new_footer.identity:
             segment.own = True  # this node uploaded it, but the reply was lost
             return segment
         if (
@@ -112,7 +112,7 @@ class Objects:
             or self.client.now_s() - segment.modified_s > self._accept_peer_s
         ):
             return None
-        return segment if _keys(segment.entries) == _keys(ours.entries) else None
+        return segment if _keys(segment.entries) == _keys(new_footer.entries) else None
 
     def open_segment(self, listed: ListedObject) -> Segment:
         """Read the footer of a listed segment. Raises Missing, Invalid, TierUnavailable."""

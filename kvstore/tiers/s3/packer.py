@@ -73,10 +73,10 @@ class Packer:
         """Upload a frame with its group. Raises the error of the group's upload."""
         with self._changed:
             self._writers_inside += 1
-            group, leads = self._join(key, header, payload)
+            group, leads = self._join_group(key, header, payload)
         try:
             if leads:
-                self._lead(group)
+                self._lead_group(group)
             else:
                 with self._changed:
                     # No timeout: the upload uses the frame's buffer until it ends, and the
@@ -93,39 +93,39 @@ class Packer:
         with self._changed:
             return dict(self._counts)
 
-    def _join(self, key: Key, header: memoryview, payload: memoryview) -> tuple[Group, bool]:
+    def _join_group(self, key: Key, header: memoryview, payload: memoryview) -> tuple[Group, bool]:
         """Add the frame to a group; returns the group and whether this writer leads it.
 
         The caller owns the lock.
         """
         group, frame_bytes = self._open, IO_ALIGNMENT + len(payload)
         if group is not None and group.nbytes + frame_bytes > self._group_bytes:
-            self._close(group)
+            self._close_group(group)
             group = None
         leads = group is None
         if group is None:
             group = self._open = Group()
         group.add(key, header, payload)
         if group.nbytes >= self._group_bytes or len(group.keys) >= MAX_BLOCKS:
-            self._close(group)
+            self._close_group(group)
         if self._writers_inside >= self._writers:
             self._changed.notify_all()
         return group, leads
 
-    def _close(self, group: Group) -> None:
+    def _close_group(self, group: Group) -> None:
         group.closed = True
         if self._open is group:
             self._open = None
         self._changed.notify_all()
 
-    def _lead(self, group: Group) -> None:
+    def _lead_group(self, group: Group) -> None:
         with self._changed:
             self._changed.wait_for(
                 lambda: group.closed or self._writers_inside >= self._writers, self._linger_s
             )
             self._changed.wait_for(lambda: self._uploading < self._uploads)
             self._uploading += 1
-            self._close(group)
+            self._close_group(group)
         try:
             self._upload(group)
         except BaseException as error:

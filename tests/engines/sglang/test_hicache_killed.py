@@ -72,7 +72,7 @@ class Instance:
         )
         self.backend = self.cache.cache_controller.storage_backend
         (self._page_pool,) = self.backend._page_pools._page_pools.values()
-        self.requests = 0
+        self.prefetches = 0
 
     def killing(self, sidecar: ForkedSidecar) -> KillingCopies:
         """Kill the sidecar in the middle of the next batch."""
@@ -82,7 +82,7 @@ class Instance:
 
     def connected(self) -> bool:
         """True if the backend is connected to a sidecar."""
-        return bool(self._page_pool._desk._store.connected)
+        return bool(self._page_pool._client._store.connected)
 
     def compute(self, tokens: array[int], seed: int) -> list[torch.Tensor]:
         """Fill the KV of a sequence and let the controller back it up; returns K and V by layer."""
@@ -109,8 +109,8 @@ class Instance:
     def restore(self, tokens: array[int], right: list[torch.Tensor]) -> int:
         """Prefetch a sequence, load it, compare every byte; returns the number of loaded tokens."""
         drive = driver()
-        self.requests += 1
-        handle = drive.CacheRequestHandle(f"request {self.requests}", 0)
+        self.prefetches += 1
+        handle = drive.CacheRequestHandle(f"request {self.prefetches}", 0)
         match = self._match(tokens)
         assert (match.device_prefix_len, match.host_hit_length) == (0, 0), "requested once"
         self.cache.prefetch_from_storage(handle, match.last_host_node, tokens)

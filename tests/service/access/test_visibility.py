@@ -1,4 +1,4 @@
-"""What a tenant's token shows: the node's numbers, and nobody else's name."""
+"""Statistics for a tenant's auth token: the node's totals, and no other tenant's name."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def test_no_route_names_another_tenant(shared: ForkedSidecar, path: str) -> None
     assert NAMESPACE.digest in mine
 
 
-def test_the_socket_tells_no_more(shared: ForkedSidecar) -> None:
+def test_the_socket_shows_no_more(shared: ForkedSidecar) -> None:
     assert "team-bert" in json.dumps(shared.stats(ADMIN))
     mine = json.dumps(shared.stats("token-a"))
     assert not [word for word in FORBIDDEN if word in mine]
     assert "team-anna" in mine
 
 
-def test_the_node_s_numbers_are_everybodys(shared: ForkedSidecar) -> None:
+def test_every_tenant_sees_the_nodes_totals(shared: ForkedSidecar) -> None:
     mine, whole = (asked(shared, "/v1/stats", token) for token in ("token-a", ADMIN))
     assert mine["l2"]["slots_ready"] == whole["l2"]["slots_ready"] == 12
     assert mine["tiers"]["disk"]["blocks"] == whole["tiers"]["disk"]["blocks"]
@@ -116,7 +116,7 @@ def test_the_node_s_numbers_are_everybodys(shared: ForkedSidecar) -> None:
         ("GET", "/v1/ls?tenant=team-bert"),
     ],
 )
-def test_a_tenant_is_no_administrator(shared: ForkedSidecar, method: str, path: str) -> None:
+def test_a_tenant_is_not_an_administrator(shared: ForkedSidecar, method: str, path: str) -> None:
     request = urllib.request.Request(shared.url + path, method=method)
     request.add_header("Authorization", "Bearer token-a")
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -125,7 +125,7 @@ def test_a_tenant_is_no_administrator(shared: ForkedSidecar, method: str, path: 
     refused.value.close()
 
 
-def test_the_administrator_may_warm_and_look(shared: ForkedSidecar, tmp_path: Any) -> None:
+def test_the_administrator_may_warm_and_see_all(shared: ForkedSidecar, tmp_path: Any) -> None:
     code, out, err = run_command(
         tmp_path, "stats", "--url", shared.url, "--auth-token", ADMIN, "--json"
     )

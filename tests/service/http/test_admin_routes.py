@@ -52,19 +52,19 @@ def client(sidecar: ForkedSidecar) -> Iterator[Client]:
 
 
 def saved(client: Client, names: Sequence[bytes]) -> None:
-    """Save, and wait until it is seen: a commit and an HTTP request come by different ways."""
+    """Save blocks and wait until they are visible: HTTP requests use another socket."""
     put(client, names)
     assert len(match(client, names)) == len(names)
 
 
 def crowd_out(sidecar: ForkedSidecar, client: Client, name: str) -> None:
-    """Save more than L2 holds."""
+    """Save more blocks than L2 has slots."""
     for number in range(2 * SLOTS // 8):
         put(client, hashes_of(f"{name} {number}", 8))
         request_json(sidecar.url, "/v1/flush", {})
 
 
-def test_a_run_named_by_its_tokens_is_pinned_and_let_go(
+def test_a_prefix_given_by_token_ids_is_pinned_and_unpinned(
     sidecar: ForkedSidecar, client: Client
 ) -> None:
     saved(client, RUN)
@@ -82,7 +82,7 @@ def test_a_run_named_by_its_tokens_is_pinned_and_let_go(
     assert match(client, RUN) == ["disk"] * len(RUN)
 
 
-def test_the_salt_names_another_run(sidecar: ForkedSidecar, client: Client) -> None:
+def test_another_salt_is_another_prefix(sidecar: ForkedSidecar, client: Client) -> None:
     salted = hash_tokens(TOKENS, block_tokens=NAMESPACE.block_tokens, cache_salt="a")
     saved(client, salted)
     body = {"token_ids": TOKENS, "cache_salt": "a"}
@@ -94,7 +94,7 @@ def test_the_salt_names_another_run(sidecar: ForkedSidecar, client: Client) -> N
     assert request_json(sidecar.url, "/v1/unpin", body)["unpinned"] == len(salted)
 
 
-def test_more_than_the_budget_is_not_pinned(sidecar: ForkedSidecar, client: Client) -> None:
+def test_pins_stop_at_the_maximum(sidecar: ForkedSidecar, client: Client) -> None:
     names = hashes_of("long", PINS + 5)
     saved(client, names)
     body = {"hashes": [name.hex() for name in names]}
@@ -104,7 +104,7 @@ def test_more_than_the_budget_is_not_pinned(sidecar: ForkedSidecar, client: Clie
     assert request_json(sidecar.url, "/v1/unpin", body) == {"unpinned": PINS}
 
 
-def test_warming_over_http(sidecar: ForkedSidecar, client: Client) -> None:
+def test_warm_over_http(sidecar: ForkedSidecar, client: Client) -> None:
     names = hashes_of("warm", 6)
     saved(client, names)
     request_json(sidecar.url, "/v1/flush", {})
@@ -139,7 +139,7 @@ def test_warming_over_http(sidecar: ForkedSidecar, client: Client) -> None:
         ("/v1/warm", {"share": 0.5}, "/v1/warm: share is now fraction"),
     ],
 )
-def test_a_wrong_request_is_one_line(
+def test_an_invalid_request_is_one_line(
     sidecar: ForkedSidecar, client: Client, path: str, body: Any, words: str
 ) -> None:
     client.poll()
@@ -148,7 +148,7 @@ def test_a_wrong_request_is_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_only_the_administrator_may(tmp_path: Path) -> None:
+def test_administration_requires_the_administrator(tmp_path: Path) -> None:
     server = {"server": {"auth_tokens": {"token-a": "team-a"}, "admin_auth_token": "of the admin"}}
     made = ForkedSidecar(tmp_path, server)
     for path, body in (
@@ -200,7 +200,7 @@ def test_the_commands(sidecar: ForkedSidecar, client: Client, tmp_path: Path) ->
 
 
 def test_prompts_are_replayed_in_order_through_an_engines_api(tmp_path: Path) -> None:
-    """The engine here only writes down what it is asked."""
+    """The engine of this test only records its requests."""
     asked: list[tuple[str, Any]] = []
 
     class Engine(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The HTTP side: frames in and out, verified; who may what; one line for every refusal."""
+"""The HTTP server: frames in and out, verified; authentication; one line for every error."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]:
-    """One that asks for tokens."""
+    """A sidecar that requires auth tokens."""
     made = ForkedSidecar(
         tmp_path_factory.mktemp("guarded"),
         {"server": {"auth_tokens": TOKENS, "admin_auth_token": ADMIN}},
@@ -67,7 +67,7 @@ def open_to(sidecar: ForkedSidecar) -> http.client.HTTPConnection:
 def call(
     sidecar: ForkedSidecar, method: str, path: str, body: Any = None, token: str | None = None
 ) -> tuple[int, Any]:
-    """(status, body), JSON decoded. A refusal is always one line of JSON."""
+    """(status, body), JSON decoded. An error is always one line of JSON."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if body is not None and not isinstance(body, bytes):
         body = json.dumps(body).encode()
@@ -89,9 +89,9 @@ def block_path(name: bytes, digest: str = DIGEST) -> str:
 
 
 def frame_of(name: bytes, tenant: str = "default", codec: str = "identity", **change: Any) -> bytes:
-    """A frame of the block of this hash; `change` is laid over its header's fields.
+    """A frame of the block of this hash; `change` overrides fields of its header.
 
-    Encoded, it is of zeros: the made-up contents do not compress.
+    A compressed frame contains zeros, because the test contents do not compress.
     """
     block = content(name) if codec == "identity" else bytes(SLOT_BYTES)
     payload = memoryview(bytearray(2 * frame.padded_bytes(SLOT_BYTES)))
@@ -121,7 +121,7 @@ def test_a_frame_put_is_read_by_engines_and_by_http(sidecar: ForkedSidecar, code
     for name in hashes:
         whole = frame_of(name, codec=codec)
         assert call(sidecar, "PUT", block_path(name), whole) == (204, b"")
-        assert call(sidecar, "PUT", block_path(name), whole) == (204, b"")  # success again
+        assert call(sidecar, "PUT", block_path(name), whole) == (204, b"")  # idempotent
     right = [content(name) if codec == "identity" else bytes(SLOT_BYTES) for name in hashes]
     with Client(sidecar.socket, NAMESPACE) as client:
         assert get(client, hashes) == (right, ["l2"] * 3)
@@ -132,7 +132,7 @@ def test_a_frame_put_is_read_by_engines_and_by_http(sidecar: ForkedSidecar, code
         assert whole[frame.HEADER_BYTES :][: header.raw_bytes] == block
 
 
-def test_what_engines_save_http_reads_from_l2_and_from_disk(sidecar: ForkedSidecar) -> None:
+def test_http_reads_saved_blocks_from_l2_and_from_disk(sidecar: ForkedSidecar) -> None:
     with Client(sidecar.socket, NAMESPACE) as client:
         put(client, HASHES)
         assert client.sync(10.0)
@@ -183,7 +183,7 @@ BAD = hashes_of("bad", 1)[0]
         (frame_of(BAD) + bytes(4 * SLOT_BYTES), 413),
     ],
     ids=[
-        "damaged",
+        "corrupt",
         "wrong sums",
         "short",
         "no payload",
@@ -196,7 +196,7 @@ BAD = hashes_of("bad", 1)[0]
         "too large",
     ],
 )
-def test_a_bad_frame_is_refused_and_never_seen(
+def test_a_bad_frame_is_rejected_and_never_returned(
     sidecar: ForkedSidecar, body: bytes, status: int
 ) -> None:
     assert call(sidecar, "PUT", block_path(BAD), body)[0] == status
@@ -206,7 +206,7 @@ def test_a_bad_frame_is_refused_and_never_seen(
     assert numbers["http"]["transfers"] == 0
 
 
-def test_an_unannounced_length_is_cut_off_as_it_comes(sidecar: ForkedSidecar) -> None:
+def test_a_body_of_unknown_length_is_rejected_when_too_long(sidecar: ForkedSidecar) -> None:
     connection = open_to(sidecar)
     connection.putrequest("PUT", block_path(BAD))
     connection.putheader("Transfer-Encoding", "chun" + "ked")
@@ -245,7 +245,7 @@ def test_bad_requests(
     assert call(sidecar, method, path, body)[0] == status
 
 
-def test_the_tenant_comes_from_the_token(guarded: ForkedSidecar) -> None:
+def test_the_tenant_comes_from_the_auth_token(guarded: ForkedSidecar) -> None:
     name = HASHES[0]
     mine = frame_of(name, "team-a")
     assert call(guarded, "PUT", block_path(name), mine)[0] == 401
@@ -283,7 +283,7 @@ def test_the_tenant_comes_from_the_token(guarded: ForkedSidecar) -> None:
         ({"Origin": "https://elsewhere.example", "Authorization": "Bearer x"}, 200),
     ],
 )
-def test_pages_of_other_sites_do_nothing_by_a_visitors_browser(
+def test_cross_site_requests_are_rejected(
     sidecar: ForkedSidecar, headers: dict[str, str], status: int
 ) -> None:
     given = {name: value.replace("{own}", sidecar.url) for name, value in headers.items()}
@@ -295,7 +295,7 @@ def test_pages_of_other_sites_do_nothing_by_a_visitors_browser(
 
 
 def test_transfers_are_bounded(sidecar: ForkedSidecar) -> None:
-    """As many uploads as there are buffers, stuck half way: the next is told to come again."""
+    """Every buffer has an unfinished upload: the next one gets 503."""
     whole = frame_of(hashes_of("stuck", 1)[0])
     stuck = []
     for _ in range(TRANSFERS):
@@ -309,7 +309,7 @@ def test_transfers_are_bounded(sidecar: ForkedSidecar) -> None:
     for method, body in (("GET", None), ("PUT", whole)):
         assert call(sidecar, method, block_path(BAD), body)[0] == 503
     assert call(sidecar, "GET", "/healthz")[0] == 200
-    stuck[0].close()  # gone half way
+    stuck[0].close()  # closed before the end
     wait_until(lambda: sidecar.stats()["http"]["transfers"] == TRANSFERS - 1, "its buffer is back")
     stuck[1].send(whole[5000:])
     assert stuck[1].getresponse().status == 204
@@ -317,7 +317,7 @@ def test_transfers_are_bounded(sidecar: ForkedSidecar) -> None:
     wait_until(lambda: sidecar.stats()["http"]["transfers"] == 0, "all buffers are back")
 
 
-def test_a_slow_upload_is_cut_off(tmp_path: Path) -> None:
+def test_a_slow_upload_is_aborted(tmp_path: Path) -> None:
     sidecar = ForkedSidecar(tmp_path, {"limits": {"http_transfer_timeout": 200}})
     connection = open_to(sidecar)
     connection.putrequest("PUT", block_path(BAD))
@@ -329,8 +329,8 @@ def test_a_slow_upload_is_cut_off(tmp_path: Path) -> None:
     assert sidecar.stop() == 0
 
 
-def test_many_at_once_read_what_was_stored(sidecar: ForkedSidecar) -> None:
-    """Buffers are shared between transfers: nobody may get another's bytes."""
+def test_concurrent_reads_return_the_stored_bytes(sidecar: ForkedSidecar) -> None:
+    """Transfers share the buffers: no reader may get the bytes of another transfer."""
     hashes = hashes_of("many", 16)
     for name in hashes:
         assert call(sidecar, "PUT", block_path(name), frame_of(name))[0] == 204

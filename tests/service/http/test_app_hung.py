@@ -1,4 +1,4 @@
-"""The HTTP side over a tier that hangs: bounded, answered in time, and in nobody else's way."""
+"""The HTTP server over a tier that hangs: bounded, answered in time, blocks no other calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASKED = {"namespace": NAMESPACE.digest, "hashes": [BELOW.hex()]}
 
 
 class Side:
-    """A store over a faulty tier with its HTTP side, in this process."""
+    """A store over a faulty tier, with its HTTP server, in this process."""
 
     def __init__(self, transfer_s: float) -> None:
         self.tier = FaultyTier(MemoryTier(64 << 20))
@@ -97,7 +97,7 @@ class Side:
 
 @pytest.fixture
 def patient() -> Iterator[Side]:
-    """One that waits longer than the test."""
+    """A server with timeouts longer than the test."""
     made = Side(4 * LIMIT_S)
     yield made
     made.close()
@@ -111,7 +111,7 @@ def brisk() -> Iterator[Side]:
 
 
 def bytes_of(answer: tuple[int, Any]) -> bytes:
-    """The block in the frame of an answer."""
+    """The block in the frame of a response."""
     status, whole = answer
     assert status == 200, whole
     return bytes(whole[frame.HEADER_BYTES :][:SLOT_BYTES])
@@ -146,7 +146,7 @@ def test_hung_reads_do_not_block_l2_and_administration(patient: Side) -> None:
     wait_until(lambda: patient.taken() == 0, "all buffers are back")
 
 
-def test_warming_that_hangs_leaves_care_alone(patient: Side) -> None:
+def test_a_hung_warm_request_does_not_block_administration(patient: Side) -> None:
     assert patient.call("POST", "/v1/clear?tier=l2") == (200, {"cleared": "l2"})
     patient.tier.schedule = always(Fault.HUNG, "read")
     warm = patient.begin(patient.call, "POST", "/v1/warm", {"fraction": 0.5})
@@ -158,11 +158,11 @@ def test_warming_that_hangs_leaves_care_alone(patient: Side) -> None:
     assert warm.result(LIMIT_S) == (200, {"warmed": 2})
 
 
-def test_a_read_that_hangs_is_answered_in_time_and_keeps_its_buffer(brisk: Side) -> None:
+def test_a_hung_read_is_answered_in_time_and_keeps_its_buffer(brisk: Side) -> None:
     brisk.tier.schedule = always(Fault.HUNG, "read", "contains")
     status, answer = brisk.get(BELOW)
     assert (status, set(answer)) == (504, {"error"})
-    assert brisk.taken() == 1, "the call may write into it yet"
+    assert brisk.taken() == 1, "the call may still write into it"
     for _ in range(2 * TRANSFERS):
         assert bytes_of(brisk.get(ABOVE)) == content(ABOVE)
     assert brisk.call("POST", "/v1/contains", ASKED)[0] == 504
@@ -172,7 +172,7 @@ def test_a_read_that_hangs_is_answered_in_time_and_keeps_its_buffer(brisk: Side)
     assert brisk.call("POST", "/v1/contains", ASKED)[0] == 200
 
 
-def test_places_of_requests_that_hang_come_back_with_the_calls(brisk: Side) -> None:
+def test_places_of_hung_requests_are_released_with_the_calls(brisk: Side) -> None:
     brisk.tier.schedule = always(Fault.HUNG, "read", "contains")
     for _ in range(TRANSFERS - 1):
         assert brisk.get(BELOW)[0] == 504
@@ -186,8 +186,8 @@ def test_places_of_requests_that_hang_come_back_with_the_calls(brisk: Side) -> N
     wait_until(lambda: brisk.get(BELOW)[0] == 200, "a buffer")
 
 
-def test_a_contains_request_has_its_place_before_its_body(patient: Side) -> None:
-    """Else as many bodies as there are connections would lie in memory."""
+def test_a_contains_request_takes_its_place_before_its_body(patient: Side) -> None:
+    """Otherwise every connection could have a body in memory."""
     halves = []
     for _ in range(MAX_CONTAINS_CALLS):
         connection = patient.connect()
@@ -197,13 +197,13 @@ def test_a_contains_request_has_its_place_before_its_body(patient: Side) -> None
         connection.send(b"{")
         halves.append(connection)
     wait_until(lambda: patient.call("POST", "/v1/contains", ASKED)[0] == 503, "no place is left")
-    halves[0].close()  # gone half way
+    halves[0].close()  # closed before the end
     wait_until(lambda: patient.call("POST", "/v1/contains", ASKED)[0] == 200, "a place is free")
     for connection in halves:
         connection.close()
 
 
-def test_a_contains_body_that_does_not_come_is_cut_off(brisk: Side) -> None:
+def test_a_contains_request_without_its_body_is_aborted(brisk: Side) -> None:
     for _ in range(MAX_CONTAINS_CALLS + 1):
         connection = brisk.connect()
         connection.putrequest("POST", "/v1/contains")
@@ -213,31 +213,31 @@ def test_a_contains_body_that_does_not_come_is_cut_off(brisk: Side) -> None:
         connection.close()
 
 
-def test_a_lane_keeps_places_for_calls_nobody_waits_for() -> None:
+def test_a_bulkhead_keeps_the_places_of_calls_without_a_waiter() -> None:
     go = threading.Event()
 
     async def run() -> None:
-        lane = Bulkhead("calls", MAX_ADMIN_CALLS)
+        bulkhead = Bulkhead("calls", MAX_ADMIN_CALLS)
         for _ in range(MAX_ADMIN_CALLS):
-            lane.acquire()
+            bulkhead.acquire()
             with pytest.raises(HTTPException) as late:
-                await result_of(lane.start(go.wait, LIMIT_S), 0.01)
+                await result_of(bulkhead.start(go.wait, LIMIT_S), 0.01)
             assert late.value.status_code == 504
         with pytest.raises(HTTPException) as full:
-            lane.acquire()
-        assert (full.value.status_code, lane.rejected) == (503, 1)
-        assert lane.join(time.monotonic()) == MAX_ADMIN_CALLS, "the end does not wait for them"
+            bulkhead.acquire()
+        assert (full.value.status_code, bulkhead.rejected) == (503, 1)
+        assert bulkhead.join(time.monotonic()) == MAX_ADMIN_CALLS, "the end does not wait for them"
         go.set()
-        while lane.join(time.monotonic() + LIMIT_S):
+        while bulkhead.join(time.monotonic() + LIMIT_S):
             pass
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        lane.acquire()
-        lane.release()
-        lane.acquire()
+        bulkhead.acquire()
+        bulkhead.release()
+        bulkhead.acquire()
         with pytest.raises(ZeroDivisionError):
-            await result_of(lane.start(lambda: 1 // 0), LIMIT_S)
+            await result_of(bulkhead.start(lambda: 1 // 0), LIMIT_S)
         with pytest.raises(AssertionError, match="twice"):
-            lane.release()
+            bulkhead.release()
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, and its routes: what it shows, to whom, what it may not do."""
+"""The dashboard in a real browser, and its routes: contents, access and content policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.browser
 
 
 def patient(socket: str, namespace: Namespace, **about: Any) -> Client:
-    """A client that gives nothing up because the machine is busy."""
+    """A client with timeouts long enough for a busy machine."""
     return Client(socket, namespace, response_timeout_s=LIMIT_S, **about)
 
 
@@ -71,7 +71,7 @@ def unused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]:
 
 
 def use(sidecar: ForkedSidecar) -> None:
-    """Prompts that share a front; more of them than L2 has slots."""
+    """Save prompts with a common front, with more blocks than L2 has slots."""
     front = hashes_of("front", 12)
     with (
         patient(sidecar.socket, EVIL, auth_token="token-a", traffic_label="chat") as one,
@@ -112,12 +112,12 @@ def asked(sidecar: ForkedSidecar, token: str = "") -> dict[str, Any]:
 
 
 def show(browser: Browser, sidecar: ForkedSidecar, token: str = "", **how: Any) -> None:
-    """Open the page as somebody who has given this token."""
-    # Before the page's own script runs: a first look without the token would be refused, and told.
+    """Open the page with this auth token."""
+    # Set it before the page's script runs: a first request without it would show an error.
     known = f"localStorage.clear(); sessionStorage.setItem('kvstore-token', {json.dumps(token)})"
     script = browser.call("Page.addScriptToEvaluateOnNewDocument", source=known)
     browser.events.clear()
-    browser.open(f"{sidecar.url}/?again", **how)  # which leads to the page
+    browser.open(f"{sidecar.url}/?again", **how)  # redirects to the page
     browser.call("Page.removeScriptToEvaluateOnNewDocument", **script)
     browser.until("document.querySelectorAll('.tile').length == 6")
 
@@ -139,7 +139,7 @@ def test_the_page_and_its_files_come_with_a_policy(unused: ForkedSidecar) -> Non
         assert request(unused, path)[0].status == 404
 
 
-def test_nothing_of_the_page_is_from_elsewhere_or_inline() -> None:
+def test_the_page_has_no_external_or_inline_parts() -> None:
     for file in STATIC.iterdir():
         text = file.read_text()
         others = set(re.findall(r"https?://[^\"' )]+", text)) - {"http://www.w3.org/2000/svg"}
@@ -150,7 +150,7 @@ def test_nothing_of_the_page_is_from_elsewhere_or_inline() -> None:
     assert not re.search(r"<script(?![^>]*src=)|<style| style=| on[a-z]+=", page)
 
 
-def test_who_sees_what(loaded: ForkedSidecar) -> None:
+def test_a_view_depends_on_the_auth_token(loaded: ForkedSidecar) -> None:
     assert request(loaded, "/v1/dashboard")[0].status == 401
     assert request(loaded, "/v1/dashboard", "no token of ours")[0].status == 401
     whole, own = asked(loaded, ADMIN), asked(loaded, "token-a")
@@ -173,8 +173,8 @@ def test_who_sees_what(loaded: ForkedSidecar) -> None:
     assert request(loaded, f"/v1/dashboard/prefix{gone}", ADMIN)[0].status == 404
 
 
-def test_colours_can_be_read() -> None:
-    """Contrast by WCAG 2: 4.5 for text, 3 for what is drawn."""
+def test_colours_have_enough_contrast() -> None:
+    """Contrast by WCAG 2: 4.5 for text, 3 for graphics."""
     css = (STATIC / "dashboard.css").read_text()
     for theme in re.findall(r":root[^{]*\{(.*?)\}", css, re.S)[:2]:
         colour = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", theme))
@@ -209,11 +209,11 @@ def test_under_load(browser: Browser, loaded: ForkedSidecar, tmp_path: Path) -> 
     assert "l2" in browser.text("#space")
     assert "redis" in browser.text("#space")
     assert "chat" in browser.text("#users")
-    assert "192 tokens" not in browser.text("#hot")  # blocks of 4 tokens, runs of at most 18
+    assert "192 tokens" not in browser.text("#hot")  # blocks of 4 tokens, prefixes of at most 18
     assert "48 tokens" in browser.text("#hot")
     assert browser.run("document.querySelectorAll('#radix details').length") >= 2
     assert "up" in browser.text("#tiers")
-    # Names from outside are words, never markup.
+    # Names from outside are text, never markup.
     assert EVIL.model in browser.text("#hot")
     assert "<b>team-b</b>" in browser.text("#users")
     assert browser.run(
@@ -226,7 +226,7 @@ def test_under_load(browser: Browser, loaded: ForkedSidecar, tmp_path: Path) -> 
     browser.screenshot(tmp_path / "load.png")
 
 
-def test_a_script_that_got_in_would_not_run(browser: Browser, unused: ForkedSidecar) -> None:
+def test_an_injected_script_does_not_run(browser: Browser, unused: ForkedSidecar) -> None:
     show(browser, unused)
     browser.run(
         "(() => { const s = document.createElement('script'); s.textContent = 'window.pwned = 2';"
@@ -243,7 +243,7 @@ def test_empty(browser: Browser, unused: ForkedSidecar) -> None:
     assert browser.faults() == []
 
 
-def test_it_can_be_used_by_keyboard_and_reader(browser: Browser, loaded: ForkedSidecar) -> None:
+def test_keyboard_and_screen_reader(browser: Browser, loaded: ForkedSidecar) -> None:
     show(browser, loaded, ADMIN)
     browser.until("document.querySelectorAll('#hits rect').length > 0")
     nameless = (
@@ -291,18 +291,20 @@ def test_light_and_dark(browser: Browser, unused: ForkedSidecar) -> None:
         " s.dispatchEvent(new Event('change')); })()"
     )
     assert browser.run(ground) == dark
-    browser.open(f"{unused.url}/dashboard")  # it is remembered
+    browser.open(f"{unused.url}/dashboard")  # the choice is stored
     assert browser.run(ground) == dark
 
 
-def test_a_tenant_sees_its_own_and_no_buttons(browser: Browser, loaded: ForkedSidecar) -> None:
+def test_a_tenant_sees_its_own_usage_and_no_buttons(
+    browser: Browser, loaded: ForkedSidecar
+) -> None:
     show(browser, loaded, "token-b")
     assert "tenant <b>team-b</b>" in browser.text("#about")
     assert "team-a" not in browser.text("main")
     assert browser.run("document.querySelectorAll('main button').length") == 0
 
 
-def test_a_wrong_token_is_told(browser: Browser, loaded: ForkedSidecar) -> None:
+def test_a_wrong_auth_token_shows_an_error(browser: Browser, loaded: ForkedSidecar) -> None:
     browser.open(f"{loaded.url}/dashboard")
     browser.run("sessionStorage.setItem('kvstore-token', 'wrong')")
     browser.open(f"{loaded.url}/dashboard?wrong")
@@ -310,7 +312,7 @@ def test_a_wrong_token_is_told(browser: Browser, loaded: ForkedSidecar) -> None:
     assert "does not know the auth token" in browser.text("#notices")
     browser.click("#access")
     browser.run(f"document.querySelector('#token').value = {json.dumps(ADMIN)}")
-    browser.click("#ask .primary")
+    browser.click("#auth .primary")
     browser.until("document.querySelectorAll('.tile').length == 6")
     browser.until("document.querySelector('.notice.bad') === null")
 
@@ -329,7 +331,7 @@ def test_pin_unpin_and_clear(browser: Browser, loaded: ForkedSidecar) -> None:
     clear = '[aria-label="Clear l2"]'
     browser.click(clear)
     assert "All blocks in l2 are deleted" in browser.text("#sure")
-    # Asked again before the page has heard that the first question is over.
+    # Open the dialog again before the close event of the first one.
     browser.run(f"""{{
         document.querySelector('#sure [value=no]').click();
         document.querySelector('{clear}').click();
@@ -341,9 +343,9 @@ def test_pin_unpin_and_clear(browser: Browser, loaded: ForkedSidecar) -> None:
     assert browser.faults() == []
 
 
-def test_break_even_follows_the_rate_that_is_given(browser: Browser, loaded: ForkedSidecar) -> None:
+def test_break_even_follows_the_entered_rate(browser: Browser, loaded: ForkedSidecar) -> None:
     with patient(loaded.socket, NAMESPACE, auth_token="token-b") as client:
-        get(client, hashes_of("front", 12))  # from below: L2 was cleared
+        get(client, hashes_of("front", 12))  # from a tier: L2 was cleared
     show(browser, loaded, ADMIN)
     browser.until("document.querySelector('#even svg') !== null")
     said = []

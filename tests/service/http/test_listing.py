@@ -1,4 +1,4 @@
-"""`ls`, `clear` and `stats --watch` at a real sidecar: what is listed is what is held."""
+"""`ls`, `clear` and `stats --watch` at a real sidecar: the list equals the contents."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_blocks_one_by_one_within_a_bound(sidecar: ForkedSidecar) -> None:
 
 
 def test_the_most_recently_used_first(sidecar: ForkedSidecar) -> None:
-    """A prefix outlives what follows it, so a run that was just asked for stands in its order."""
+    """Leading blocks are evicted last, so a prefix just looked up is listed in its order."""
     with Client(sidecar.socket, NAMESPACE, auth_token="token-b", connect_timeout_s=30.0) as client:
         put(client, hashes_of("fresh", 1))
         assert client.sync(10.0)
@@ -136,7 +136,7 @@ def test_a_tenant_sees_its_own_blocks_only(sidecar: ForkedSidecar) -> None:
         ("limit=many", "limit"),
     ],
 )
-def test_a_wrong_request_is_one_line(sidecar: ForkedSidecar, query: str, words: str) -> None:
+def test_an_invalid_request_is_one_line(sidecar: ForkedSidecar, query: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ls(sidecar, query)
 
@@ -158,7 +158,7 @@ def test_the_commands(sidecar: ForkedSidecar, tmp_path: Path) -> None:
     assert err.startswith("kvstore: unknown tier")
 
 
-def test_runs_that_were_asked_for(sidecar: ForkedSidecar, tmp_path: Path) -> None:
+def test_looked_up_prefixes(sidecar: ForkedSidecar, tmp_path: Path) -> None:
     with Client(sidecar.socket, NAMESPACE, auth_token="token-a", connect_timeout_s=30.0) as client:
         assert len(get(client, hashes_of("token-a", 5))[0]) == 5
     where = ("--url", sidecar.url, "--auth-token", ADMIN, "--prefixes", "--tenant", "team-a")
@@ -178,7 +178,7 @@ def test_runs_that_were_asked_for(sidecar: ForkedSidecar, tmp_path: Path) -> Non
     assert run_command(tmp_path, "ls", *where, "--blocks")[0] == 2
 
 
-def test_what_is_cleared_is_gone_and_nothing_without_a_yes(tmp_path: Path) -> None:
+def test_clear_deletes_blocks_and_requires_confirmation(tmp_path: Path) -> None:
     sidecar = ForkedSidecar(tmp_path, disk(tmp_path / "disk"))
     where = ("--url", sidecar.url)
     with Client(sidecar.socket, NAMESPACE, connect_timeout_s=30.0) as client:
@@ -203,7 +203,7 @@ def test_what_is_cleared_is_gone_and_nothing_without_a_yes(tmp_path: Path) -> No
     assert sidecar.stop() == 0
 
 
-def test_a_tier_that_cannot_be_listed_is_named_with_the_reason() -> None:
+def test_a_tier_that_cannot_be_listed_has_a_reason() -> None:
     class Blind(MemoryTier):
         def usage(self) -> Iterator[tuple[Key, int]]:
             raise NotImplementedError
@@ -223,7 +223,7 @@ def test_a_tier_that_cannot_be_listed_is_named_with_the_reason() -> None:
         assert answer["unlisted"]["away"] == "nobody answers"
 
 
-def test_watching_goes_on_through_a_restart(tmp_path: Path) -> None:
+def test_watch_continues_through_a_restart(tmp_path: Path) -> None:
     port = free_port()
     sidecar = ForkedSidecar(tmp_path, {"server": {"port": port}})
     where = ("--socket", sidecar.socket, "--watch", "--interval", "0.1")
@@ -248,7 +248,7 @@ def test_watching_goes_on_through_a_restart(tmp_path: Path) -> None:
     assert "--interval" in err
 
 
-def test_changes_by_the_second_count_from_zero_after_a_restart() -> None:
+def test_rates_count_from_zero_after_a_restart() -> None:
     def numbers(hits: int, read: int) -> dict[str, Any]:
         return {
             "hit_blocks": {"l2": hits},

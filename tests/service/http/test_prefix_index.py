@@ -13,17 +13,17 @@ from kvstore.service.http.prefix_index import MAX_PREFIX_BLOCKS, MAX_WAITING, Ch
 from kvstore.telemetry.history import MAX_POINTS, History, sample_of, thinned
 
 
-def everybody(tenant: str) -> bool:
+def every_tenant(tenant: str) -> bool:
     return True
 
 
-def ask(index: PrefixIndex, run: list[str], tenant: str = "t") -> None:
-    index.record_lookup(tenant, "n", chain(run))
+def look_up(index: PrefixIndex, words: list[str], tenant: str = "t") -> None:
+    index.record_lookup(tenant, "n", chain(words))
     index.process_lookups()
 
 
 def chain(words: list[str]) -> list[bytes]:
-    """Names as a chained hash gives them: each is of all words up to it."""
+    """Names like chained hashes: each covers all words up to it."""
     return ["/".join(words[: i + 1]).encode() for i in range(len(words))]
 
 
@@ -31,12 +31,12 @@ def flat(chains: list[Chain]) -> list[Chain]:
     return [each for top in chains for each in [top, *flat(top.children)]]
 
 
-def test_prompts_that_share_a_front_branch_after_it() -> None:
+def test_prompts_branch_after_their_common_front() -> None:
     index = PrefixIndex()
     for _ in range(3):
-        ask(index, ["s", "y", "s", "a"])
-    ask(index, ["s", "y", "s", "b", "c"])
-    [top], more = index.tree(10, everybody)
+        look_up(index, ["s", "y", "s", "a"])
+    look_up(index, ["s", "y", "s", "b", "c"])
+    [top], more = index.tree(10, every_tenant)
     assert (len(top.keys), top.lookups, top.depth, more) == (3, 4, 0, 0)
     assert [(len(each.keys), each.lookups, each.depth) for each in top.children] == [
         (1, 3, 3),
@@ -46,38 +46,38 @@ def test_prompts_that_share_a_front_branch_after_it() -> None:
     assert index.prefix_to(last) == chain(["s", "y", "s", "b", "c"])
 
 
-def test_the_rest_of_a_known_run_is_put_in_its_place() -> None:
+def test_the_rest_of_a_known_prefix_gets_its_place() -> None:
     index = PrefixIndex()
     whole = chain(["a", "b", "c"])
-    index.record_lookup("t", "n", whole[1:])  # its front was in the engine already
+    index.record_lookup("t", "n", whole[1:])  # the engine already had its front
     index.process_lookups()
-    assert len(index.tree(10, everybody)[0]) == 1
+    assert len(index.tree(10, every_tenant)[0]) == 1
     index.record_lookup("t", "n", whole)
     index.process_lookups()
     assert index.prefix_to(Key("t", "n", whole[-1])) == whole
 
 
-def test_tenants_are_apart() -> None:
+def test_tenants_are_separate() -> None:
     index = PrefixIndex()
-    ask(index, ["a"], "one")
-    ask(index, ["a"], "two")
+    look_up(index, ["a"], "one")
+    look_up(index, ["a"], "two")
     only, _ = index.tree(10, lambda tenant: tenant == "two")
     assert [each.keys[0].tenant for each in only] == ["two"]
     assert index.prefix_to(Key("three", "n", b"a")) == []
 
 
-def test_what_is_shown_is_bounded_and_says_so() -> None:
+def test_the_tree_is_bounded_and_counts_the_rest() -> None:
     index = PrefixIndex()
     for number in range(30):
-        ask(index, ["stem", str(number)])
-        ask(index, [f"root {number}"])
-    chains, more = index.tree(12, everybody)
+        look_up(index, ["stem", str(number)])
+        look_up(index, [f"root {number}"])
+    chains, more = index.tree(12, every_tenant)
     shown = flat(chains)
     assert len(shown) == 12
     assert sum(each.more for each in shown) + more + 12 == 30 + 1 + 30
 
 
-def test_runs_that_nobody_takes_in_are_bounded_and_counted() -> None:
+def test_queued_lookups_are_bounded_and_counted() -> None:
     index = PrefixIndex()
     for number in range(MAX_WAITING + 7):
         index.record_lookup("t", "n", [b"%d" % number])
@@ -85,13 +85,13 @@ def test_runs_that_nobody_takes_in_are_bounded_and_counted() -> None:
     assert index.counts() == {"blocks": MAX_WAITING, "lookups": MAX_WAITING, "dropped": 7}
 
 
-def test_hashes_in_a_circle_end() -> None:
+def test_a_cycle_of_hashes_ends() -> None:
     index = PrefixIndex()
     for run in ([b"a", b"b", b"a"], [b"b", b"a", b"c"], [b"c", b"a"], [b"a", b"a"]):
         index.record_lookup("t", "n", run)
     index.process_lookups()
     assert len(index.prefix_to(Key("t", "n", b"c"))) <= 3
-    assert len(flat(index.tree(10, everybody)[0])) <= 3
+    assert len(flat(index.tree(10, every_tenant)[0])) <= 3
 
 
 @settings(max_examples=60)
@@ -103,22 +103,24 @@ def test_against_a_plain_list(runs: list[list[str]], most: int) -> None:
     index = PrefixIndex(max_blocks=most)
     roomy = PrefixIndex()
     for run in runs:
-        ask(index, run)
-        ask(roomy, run)
+        look_up(index, run)
+        look_up(roomy, run)
     assert index.counts()["blocks"] <= most
-    # What is remembered is whole from its root: the last asked for as far as there is room.
+    # Every prefix is complete from its root, and the latest lookup is kept if it fits.
     for node in index._nodes.values():
         words = node.key.hash.decode().split("/")
         assert index.prefix_to(node.key) == chain(words)
     if runs and len(runs[-1]) <= most:
         assert index.prefix_to(Key("t", "n", chain(runs[-1])[-1])) == chain(runs[-1])
-    # Every block once, asked for as often as runs went through it.
-    asks: dict[bytes, int] = {}
+    # Every block is listed once, with the number of lookups that contained it.
+    lookups: dict[bytes, int] = {}
     for run in runs:
         for name in chain(run):
-            asks[name] = asks.get(name, 0) + 1
-    seen = {k.hash: each.lookups for each in flat(roomy.tree(999, everybody)[0]) for k in each.keys}
-    assert seen == asks
+            lookups[name] = lookups.get(name, 0) + 1
+    seen = {
+        k.hash: each.lookups for each in flat(roomy.tree(999, every_tenant)[0]) for k in each.keys
+    }
+    assert seen == lookups
 
 
 def stats_at(tokens: int) -> dict[str, Any]:
@@ -179,7 +181,7 @@ def test_quantiles() -> None:
     assert quantile_s({**histogram, "counts": [0, 0, 0, 0], "count": 0}, 0.5) == 0.0
 
 
-def test_a_run_longer_than_is_taken_does_not_wait_whole() -> None:
+def test_a_queued_lookup_keeps_only_its_front() -> None:
     index = PrefixIndex()
     index.record_lookup("t", "n", [b"%d" % number for number in range(MAX_PREFIX_BLOCKS + 500)])
     [(_, _, waiting)] = index._waiting

@@ -1,4 +1,4 @@
-"""The sidecar with real engine processes: blocks shared, leases bound to lives, callers refused."""
+"""The sidecar with real engine processes: shared blocks, leases, rejected clients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sidecar(tmp_path: Path) -> Iterator[ForkedSidecar]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]:
-    """For tests that leave nothing behind."""
+    """For tests that leave no state."""
     made = ForkedSidecar(tmp_path_factory.mktemp("shared"))
     yield made
     assert l2(made)["slots_free"] == SLOTS
@@ -60,7 +60,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSidecar]:
 
 
 def engine(sidecar: ForkedSidecar, what: str, name: str, count: int) -> Child:
-    """A client in a process of its own, ready."""
+    """A client in its own process, ready."""
     argv = [sys.executable, str(PROGRAM), sidecar.socket, what, name, str(count)]
     child = Child(argv, ready=lambda line: line == "ready")
     child.wait_ready()
@@ -75,14 +75,14 @@ def l2(sidecar: ForkedSidecar) -> dict[str, int]:
 def test_two_processes_share_blocks(sidecar: ForkedSidecar) -> None:
     with engine(sidecar, "save", "hot", 8), Client(sidecar.socket, NAMESPACE) as client:
         assert get(client, HASHES) == ([content(name) for name in HASHES], ["l2"] * 8)
-        # What this process writes, a third reads: it could not hold what it does not find.
+        # This process saves blocks, and a third process loads and leases them.
         put(client, hashes_of("mine", 4))
         assert client.sync(10.0)
         with engine(sidecar, "hold", "mine", 4):
             assert l2(sidecar)["slots_leased"] == 4
 
 
-def test_a_killed_engine_gives_everything_back(sidecar: ForkedSidecar) -> None:
+def test_every_lease_of_a_killed_engine_is_released(sidecar: ForkedSidecar) -> None:
     with Client(sidecar.socket, NAMESPACE) as client:
         put(client, HASHES)
         assert client.sync(10.0)
@@ -93,32 +93,36 @@ def test_a_killed_engine_gives_everything_back(sidecar: ForkedSidecar) -> None:
         wait_until(lambda: l2(sidecar)["slots_filling"] == 0, "filling slots are free again")
         numbers = l2(sidecar)
         assert (numbers["slots_leased"], numbers["slots_free"]) == (0, SLOTS - 8)
-        # Its leases gone, all that it had can be evicted: the whole slab is to be had.
+        # Without its leases every block can be evicted: the whole slab is available.
         assert put(client, hashes_of("all", SLOTS)) == SLOTS
     assert sidecar.stop() == 0
 
 
 def test_a_live_client_keeps_its_leases_whatever_it_does(sidecar: ForkedSidecar) -> None:
-    """Garbage, silence, half a hang-up: nothing but its end frees a slot under a client."""
-    garbage, deaf, half = RawClient(sidecar.socket), RawClient(sidecar.socket), RawClient(sidecar.socket)
+    """Garbage, silence, a half-closed socket: only the end of the process releases a lease."""
+    garbage, deaf, half = (
+        RawClient(sidecar.socket),
+        RawClient(sidecar.socket),
+        RawClient(sidecar.socket),
+    )
     for number, raw in enumerate((garbage, deaf, half)):
         assert len(raw.save(1, hashes_of(f"raw {number}", 4))) == 4
     garbage.sock.sendall(b"\xff" * 1000)
     half.sock.shutdown(socket.SHUT_WR)
-    # One that asks and never reads: its answers fill the socket, and then it is not read either.
+    # A client that never reads: its answers fill the socket, and then it is not read either.
     deaf.sock.settimeout(1.0)
     endless = b"".join(pack(MessageType.MATCH, number + 2, HASHES * 8) for number in range(10_000))
     with pytest.raises(TimeoutError):
         deaf.sock.sendall(endless)
-    time.sleep(1.5)  # longer than the sidecar looks away from any connection
+    time.sleep(1.5)  # longer than a pusher's poll
     assert l2(sidecar)["slots_filling"] == 12
-    with Client(sidecar.socket, NAMESPACE) as client:  # and nobody else suffers
+    with Client(sidecar.socket, NAMESPACE) as client:  # other clients are not affected
         assert put(client, HASHES) == 8
         assert match(client, HASHES) == ["l2"] * 8
         for left, raw in zip((8, 4, 0), (garbage, deaf, half), strict=True):
             raw.sock.close()
             time.sleep(0.2)
-            assert l2(sidecar)["slots_filling"] == left + 4, "its process may copy yet"
+            assert l2(sidecar)["slots_filling"] == left + 4, "its process may still copy"
             raw.end()
             wait_until(lambda left=left: l2(sidecar)["slots_filling"] == left, f"{left} filling")
     assert sidecar.stop() == 0
@@ -148,19 +152,19 @@ def test_a_live_client_keeps_its_leases_whatever_it_does(sidecar: ForkedSidecar)
         struct.pack("<I", 3) + b"\xc1\xc1\xc1",
     ],
 )
-def test_nonsense_ends_the_conversation_only(shared: ForkedSidecar, message: bytes) -> None:
+def test_a_malformed_message_ends_reading_only(shared: ForkedSidecar, message: bytes) -> None:
     raw = RawClient(shared.socket)
     slots = raw.save(7, HASHES)
     raw.request(MessageType.LOAD, 8, HASHES)
     raw.sock.sendall(message)
-    raw.sock.sendall(pack(MessageType.COMMIT, 7, len(slots)))  # is not read any more
+    raw.sock.sendall(pack(MessageType.COMMIT, 7, len(slots)))  # no further message is read
     time.sleep(0.1)
     assert l2(shared)["slots_filling"] == len(slots)
     raw.end()
     wait_until(lambda: l2(shared)["slots_free"] == SLOTS, "all slots are free")
 
 
-def test_a_commit_of_other_grants_publishes_nothing(sidecar: ForkedSidecar) -> None:
+def test_a_commit_of_other_assignments_publishes_nothing(sidecar: ForkedSidecar) -> None:
     raw = RawClient(sidecar.socket)
     for number, wrong in enumerate((0, 7, 9)):
         assert len(raw.save(number, HASHES)) == 8
@@ -173,7 +177,7 @@ def test_a_commit_of_other_grants_publishes_nothing(sidecar: ForkedSidecar) -> N
     raw.end()
 
 
-def test_tenants_by_token_share_nothing(tmp_path: Path) -> None:
+def test_tenants_share_nothing(tmp_path: Path) -> None:
     tokens = {"secret of a": "team-a", "other secret of a": "team-a", "secret of b": "team-b"}
     sidecar = ForkedSidecar(tmp_path, {"server": {"auth_tokens": tokens}})
     clients = [Client(sidecar.socket, NAMESPACE, auth_token=token) for token in tokens]
@@ -257,9 +261,9 @@ def test_a_bad_hello_is_rejected_in_one_line(
     raw.end()
 
 
-def test_too_many_clients_may_come_again(tmp_path: Path) -> None:
+def test_a_client_above_the_maximum_may_retry(tmp_path: Path) -> None:
     sidecar = ForkedSidecar(tmp_path, {"limits": {"max_clients": 2, "handshake_timeout": "200ms"}})
-    # One that never says who it is does not keep its place.
+    # A client without a HELLO does not keep its place.
     mute = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mute.connect(sidecar.socket)
     first = Client(sidecar.socket, NAMESPACE, connect_timeout_s=10.0)
@@ -275,7 +279,7 @@ def test_too_many_clients_may_come_again(tmp_path: Path) -> None:
     assert sidecar.stop() == 0
 
 
-def test_a_clean_end_with_clients_that_hold_leases(tmp_path: Path) -> None:
+def test_a_clean_end_with_leased_clients(tmp_path: Path) -> None:
     sidecar = ForkedSidecar(tmp_path, disk(tmp_path / "disk"))
     client = Client(sidecar.socket, NAMESPACE)
     put(client, HASHES)
@@ -286,7 +290,7 @@ def test_a_clean_end_with_clients_that_hold_leases(tmp_path: Path) -> None:
     wait_until(lambda: not client.connected, "the client has noticed")
     client.commit(save)
     client.release(held)
-    # What was committed was written before the end.
+    # Committed blocks were written before the end.
     sidecar.start()
     wait_until(lambda: client.connected, "the client is back")
     assert get(client, HASHES) == ([content(name) for name in HASHES], ["disk"] * 8)
@@ -304,14 +308,14 @@ def test_blocks_of_more_than_one_size_share_a_slab(sidecar: ForkedSidecar) -> No
         assert get(client, HASHES)[0] == [content(name) for name in HASHES]
 
 
-def test_stopping_gives_no_slot_to_anybody_else(tmp_path: Path) -> None:
+def test_stop_gives_no_slot_to_another_client(tmp_path: Path) -> None:
     store = Store(Slab.create(SLOTS, SLOT_BYTES))
     listener = listen(str(tmp_path / "socket"))
     hot = SocketServer(
         store, listener, tenants=Tenants({}), max_clients=4, handshake_timeout_s=10.0, stats=dict
     )
     hot.start()
-    other = store.session(NAMESPACE)  # as a connection that is ended last
+    other = store.session(NAMESPACE)  # like a connection that is ended last
     with Client(str(tmp_path / "socket"), NAMESPACE) as client:
         assert put(client, HASHES) == 8
         until_done(client, client.load(HASHES))

@@ -1,5 +1,5 @@
-"""When a connection's leases come back: with a BYE, or with the end of the client's process. And
-a sidecar that the system refuses something goes on taking clients."""
+"""Leases are released by a GOODBYE or at the end of the client's process. The sidecar continues to
+accept clients after errors of the system."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sidecar_rig import (
     SLOT_BYTES,
     SLOTS,
     ForkedSidecar,
-    RawClient,
     PeerProcess,
+    RawClient,
     hashes_of,
     put,
     wait_until,
@@ -49,11 +49,11 @@ def filling(sidecar: ForkedSidecar) -> int:
     return slots
 
 
-# Leases and lives.
+# Leases and processes.
 
 
-def test_a_hang_up_frees_nothing_while_the_process_lives(sidecar: ForkedSidecar) -> None:
-    """Its device may still copy: the socket of a dying process closes before the device's file."""
+def test_a_hang_up_releases_nothing_while_the_process_lives(sidecar: ForkedSidecar) -> None:
+    """Its device may still copy: a dying process can close the socket before the device's file."""
     raw = RawClient(sidecar.socket)
     assert len(raw.save(1, HASHES)) == 4
     raw.sock.close()
@@ -75,7 +75,7 @@ def test_without_leases_a_hang_up_is_enough(sidecar: ForkedSidecar) -> None:
     assert sidecar.stop() == 0
 
 
-def test_a_bye_is_enough_even_of_one_who_does_not_hear_the_answers(
+def test_a_goodbye_is_enough_even_if_the_client_reads_no_answers(
     sidecar: ForkedSidecar,
 ) -> None:
     raw = RawClient(sidecar.socket)
@@ -83,7 +83,7 @@ def test_a_bye_is_enough_even_of_one_who_does_not_hear_the_answers(
     sidecar.suspend()
     asked = b"".join(pack(MessageType.MATCH, number, HASHES) for number in range(2, 50))
     raw.sock.sendall(asked + pack(MessageType.GOODBYE))
-    raw.sock.close()  # what the sidecar answers finds nobody
+    raw.sock.close()  # so that answers cannot be delivered
     sidecar.resume()
     wait_until(lambda: filling(sidecar) == 0, "its slots are free")
     assert not sidecar.stats()["sessions"]
@@ -91,8 +91,8 @@ def test_a_bye_is_enough_even_of_one_who_does_not_hear_the_answers(
     assert sidecar.stop() == 0
 
 
-def test_a_hand_back_that_cannot_be_leaves_the_lease_known(sidecar: ForkedSidecar) -> None:
-    """A commit of a load ends the conversation; the load's slots are the client's all the same."""
+def test_an_invalid_commit_keeps_the_lease(sidecar: ForkedSidecar) -> None:
+    """A commit of a load ends reading; the client keeps the lease on the load's slots."""
     with Client(sidecar.socket, NAMESPACE) as client:
         put(client, HASHES)
         assert client.sync(10.0)
@@ -103,11 +103,11 @@ def test_a_hand_back_that_cannot_be_leaves_the_lease_known(sidecar: ForkedSideca
     time.sleep(0.3)
     assert sidecar.stats()["l2"]["slots_leased"] == 4
     raw.end()
-    wait_until(lambda: sidecar.stats()["l2"]["slots_leased"] == 0, "its leases are back")
+    wait_until(lambda: sidecar.stats()["l2"]["slots_leased"] == 0, "its leases are released")
     assert sidecar.stop() == 0
 
 
-def test_the_end_of_the_sidecar_waits_for_no_client(sidecar: ForkedSidecar) -> None:
+def test_the_sidecars_end_waits_for_no_client(sidecar: ForkedSidecar) -> None:
     hung_up, connected = RawClient(sidecar.socket), RawClient(sidecar.socket)
     for number, raw in enumerate((hung_up, connected)):
         assert len(raw.save(1, hashes_of(f"open {number}", 4))) == 4
@@ -117,7 +117,7 @@ def test_the_end_of_the_sidecar_waits_for_no_client(sidecar: ForkedSidecar) -> N
     connected.end()
 
 
-def test_a_process_is_waited_for(tmp_path: Path) -> None:
+def test_the_sidecar_waits_for_a_process(tmp_path: Path) -> None:
     never, _far_end = socket.socketpair()
     with listen(str(tmp_path / "socket")) as listener:
         stranger = PeerProcess(str(tmp_path / "socket"))
@@ -132,14 +132,14 @@ def test_a_process_is_waited_for(tmp_path: Path) -> None:
         stranger.end()
         waiting.join(LIMIT_S)
         assert not waiting.is_alive()
-        assert not Peer(sock).known, "who has hung up may have given its pid to another"
+        assert not Peer(sock).known, "another process may have its pid"
         peer.close()
         sock.close()
     never.close()
 
 
-def test_a_process_that_is_not_shown_is_not_waited_for() -> None:
-    """No pid comes with an internet socket, as none does from a pid namespace out of sight."""
+def test_the_sidecar_does_not_wait_for_an_unknown_process() -> None:
+    """An internet socket has no pid, as a process in another pid namespace."""
     never, _far_end = socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
@@ -153,11 +153,11 @@ def test_a_process_that_is_not_shown_is_not_waited_for() -> None:
     never.close()
 
 
-# What the system refuses.
+# Errors of the system.
 
 
 class Refusing:
-    """A listener whose next calls of `accept` fail, each with its own error."""
+    """A listener whose next calls of `accept` fail, each with one of the errors."""
 
     def __init__(self, inner: socket.socket, errors: list[int]) -> None:
         self._inner = inner
@@ -173,7 +173,7 @@ class Refusing:
 
 
 class Served:
-    """A hot path over a store in this process."""
+    """A socket server over a store in this process."""
 
     def __init__(self, folder: Path, errors: list[int]) -> None:
         self.path = str(folder / "socket")
@@ -202,7 +202,7 @@ class Served:
 
 @contextmanager
 def no_more_threads() -> Iterator[None]:
-    """The system starts no thread of this process: none has room for such a stack."""
+    """Make the start of a thread fail: there is no memory for such a stack."""
     before = threading.stack_size(1 << 46)
     try:
         yield
@@ -217,7 +217,7 @@ def test_no_error_of_accept_ends_the_acceptor(tmp_path: Path) -> None:
     served.close()
 
 
-def test_a_client_that_gets_no_reader_is_told_to_come_again(tmp_path: Path) -> None:
+def test_a_client_without_a_reader_thread_may_retry(tmp_path: Path) -> None:
     served = Served(tmp_path, [])
     with no_more_threads(), socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(LIMIT_S)
@@ -226,12 +226,12 @@ def test_a_client_that_gets_no_reader_is_told_to_come_again(tmp_path: Path) -> N
         verb, _, again = receiver.read() or [None, None, None]
         assert (verb, again) == (MessageType.REJECTED, True)
         assert receiver.read() is None
-    for _ in range(3):  # more than clients may be: none has kept a place
+    for _ in range(3):  # more than the maximum: none keeps a place
         served.check_serves()
     served.close()
 
 
-def test_a_client_that_gets_no_pusher_leaves_no_session(tmp_path: Path) -> None:
+def test_a_client_without_a_pusher_thread_leaves_no_session(tmp_path: Path) -> None:
     served = Served(tmp_path, [])
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(LIMIT_S)
@@ -243,9 +243,9 @@ def test_a_client_that_gets_no_pusher_leaves_no_session(tmp_path: Path) -> None:
         with no_more_threads():
             sock.sendall(pack_hello(NAMESPACE, None, "raw", 1))
             receiver = Receiver(sock)
-            verb, *_ = receiver.read() or [None]
-            assert verb == MessageType.WELCOME
-            assert receiver.read() is None, "it may dial again"
+            kind, *_ = receiver.read() or [None]
+            assert kind == MessageType.WELCOME
+            assert receiver.read() is None, "it may connect again"
         assert not served.store.stats()["sessions"]
     for _ in range(3):
         served.check_serves()
