@@ -181,7 +181,7 @@ class Stress:
         stats = self.tested.ask("tier")["stats"]
         if stats["busy"]:
             self.wrong.append("the tier has jobs that have not ended")
-        for name in ("loaded", "saved", "refused"):
+        for name in ("loaded", "saved", "dropped"):
             self.counts[name] = int(stats.get(f"blocks_{name}", 0))
 
 

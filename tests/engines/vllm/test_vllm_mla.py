@@ -53,6 +53,7 @@ class World:
             block_size=BLOCK,
             num_gpu_blocks_override=256,
             compilation_config=WELL_ROTATED,
+            attention_backend="CPU_MLA",  # a CPU with AMX would get a backend for bfloat16 only
             **arguments,
         )
 
