@@ -135,7 +135,7 @@ class Calls:
         return requests
 
     async def outputs(
-        self, requests: Sequence[EngineRequest], traffic_label: str
+        self, requests: Sequence[EngineRequest], label: str
     ) -> AsyncGenerator[Output, None]:
         """Submit requests and yield their outputs. Aborts unfinished requests at the end."""
         loop = asyncio.get_running_loop()
@@ -158,18 +158,16 @@ class Calls:
                     live.discard(output.request_id)
                 if output.finish_reason == "error":
                     raise EngineDead(output.error)
-                self.meters.observe(output, traffic_label)
+                self.meters.observe(output, label)
                 yield output
         finally:
             for request_id in live:
                 self.thread.abort(request_id)
                 self.meters.forget(request_id)
 
-    async def collect_outputs(
-        self, requests: Sequence[EngineRequest], traffic_label: str
-    ) -> list[Output]:
+    async def collect_outputs(self, requests: Sequence[EngineRequest], label: str) -> list[Output]:
         """Return one complete output per request, in order."""
-        async with aclosing(self.outputs(requests, traffic_label)) as outputs:
+        async with aclosing(self.outputs(requests, label)) as outputs:
             seen = [output async for output in outputs]
         return collect(seen, [request.request_id for request in requests])
 
@@ -248,7 +246,7 @@ async def _events(
     requests: Sequence[EngineRequest],
     shape: ResponseShape,
     *,
-    traffic_label: str,
+    label: str,
     usage: bool,
 ) -> AsyncIterator[str]:
     """Yield server-sent events: one per step and request, then usage if requested."""
@@ -256,7 +254,7 @@ async def _events(
     try:
         if choices := shape.opening():
             yield _event(shape.part(choices))
-        async with aclosing(calls.outputs(requests, traffic_label)) as outputs:
+        async with aclosing(calls.outputs(requests, label)) as outputs:
             async for output in outputs:
                 seen.append(output)
                 yield _event(shape.part([shape.step_choice(output)]))
@@ -281,14 +279,12 @@ async def _respond(
     shape: ResponseShape,
 ) -> Response:
     """Answer a call, streamed or complete. Stops when the client disconnects."""
-    traffic_label = traffic_label_of(http)
-    add_log_fields(http, completion_id=shape.head["id"], traffic_label=traffic_label)
+    label = traffic_label_of(http)
+    add_log_fields(http, completion_id=shape.head["id"], traffic_label=label)
     if body.stream:
-        events = _events(
-            calls, http, requests, shape, traffic_label=traffic_label, usage=body.wants_usage
-        )
+        events = _events(calls, http, requests, shape, label=label, usage=body.wants_usage)
         return StreamingResponse(events, media_type="text/event-stream")
-    work = asyncio.create_task(calls.collect_outputs(requests, traffic_label))
+    work = asyncio.create_task(calls.collect_outputs(requests, label))
     gone = asyncio.create_task(_until_gone(http))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -335,9 +331,8 @@ def _add_generation(app: FastAPI, calls: Calls) -> None:
     async def completions(body: api.CompletionBody, http: Request) -> Response:
         name = f"cmpl-{uuid.uuid4().hex}"
         requests = await run_in_threadpool(calls.completion_requests, body, name)
-        return await _respond(
-            calls, http, body, requests, ResponseShape(requests, name, body.model)
-        )
+        shape = ResponseShape(requests, name, body.model)
+        return await _respond(calls, http, body, requests, shape)
 
     @app.post("/v1/chat/completions")
     async def chat(body: api.ChatBody, http: Request) -> Response:
@@ -396,7 +391,7 @@ def _add_errors(app: FastAPI) -> None:
         return answer(api.validation_message(error, known), 400)
 
     @app.exception_handler(ConfigError)
-    async def refused(_http: Request, error: ConfigError) -> JSONResponse:
+    async def rejected(_http: Request, error: ConfigError) -> JSONResponse:
         if isinstance(error, ModelUnknown):
             return answer(str(error), 404, "model_not_found")
         return answer(str(error), 400)

@@ -25,6 +25,7 @@ def test_type_checkers_see_the_names_that_are_there() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("kvstore.")
         for alias in node.names
+        if alias.asname is not None
     }
     assert declared == {(module, name) for name, module in kvstore._LAZY.items()}
 

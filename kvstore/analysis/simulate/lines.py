@@ -104,15 +104,15 @@ class Source:
     def _packed(self, first: bytes) -> Rows:
         """Yield msgpack values. The "line" is then the number of the value."""
         unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=LINE_BYTES_MAX)
-        number, chunk = 0, first
+        number, data = 0, first
         try:
-            while chunk:
-                unpacker.feed(chunk)
+            while data:
+                unpacker.feed(data)
                 for value in unpacker:
                     number += 1
                     yield number, value
-                chunk = self._file.read(READ_BYTES)
-                self.read += len(chunk)
+                data = self._file.read(READ_BYTES)
+                self.read += len(data)
         except (ValueError, msgpack.exceptions.UnpackException) as error:
             raise ConfigError(
                 f"{self.name}:{number + 1}: value {number + 1} is invalid msgpack: {error}"

@@ -193,7 +193,7 @@ class PendingLookups:
     def _answer(
         self, waiting: WaitingRequest, lookup: PendingLookup, now_s: float, can_start: bool
     ) -> HookMatch:
-        """Advance a lookup and return the answer for now."""
+        """Advance a lookup and return the present answer."""
         match = lookup.match
         if match is None:
             return self._miss(lookup, now_s)

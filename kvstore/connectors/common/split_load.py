@@ -185,7 +185,7 @@ class SplitLoads:
     def _answer(
         self, request: SplitRequest, first: int, now_s: float, can_start: bool
     ) -> HookMatch:
-        """Advance a lookup and return the answer for now."""
+        """Advance a lookup and return the present answer."""
         match = request.match
         if match is None:
             return self._miss(request, now_s)

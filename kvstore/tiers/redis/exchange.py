@@ -20,7 +20,7 @@ from kvstore.tiers.redis.resp import ErrorReply, Value
 MIN_BYTES_PER_S: Final = 8 << 20
 """Minimum transfer rate. A slower transfer fails, so that a peer that sends single bytes does not
 block a worker."""
-TLS_CHUNK_BYTES: Final = 256 << 10
+TLS_SEND_BYTES: Final = 256 << 10
 """Bytes per send on a TLS socket, which waits until all of them are sent."""
 
 _TOO_LONG: Final = "the transfer took too long"
@@ -110,7 +110,7 @@ class Exchange:
         replies have arrived."""
         try:
             while self._unsent:
-                self._unsent = self._unsent[self._socket.send(self._unsent[:TLS_CHUNK_BYTES]) :]
+                self._unsent = self._unsent[self._socket.send(self._unsent[:TLS_SEND_BYTES]) :]
             while not self._lines.complete:
                 count = self._socket.recv_into(self._scratch)
                 if not count:
@@ -157,7 +157,7 @@ class Exchange:
 
     def _send_some(self, views: Sequence[memoryview]) -> int:
         if self._tls:
-            return self._socket.send(views[0][:TLS_CHUNK_BYTES])
+            return self._socket.send(views[0][:TLS_SEND_BYTES])
         return self._socket.sendmsg(views)
 
     def _receive(self, views: list[memoryview]) -> int:
