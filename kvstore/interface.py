@@ -128,6 +128,9 @@ class BlockStore(Protocol):
 
     Call it from one thread at a time. No call blocks, and no call raises when the store fails: if
     the store is unreachable, the call returns an empty operation that is done and has `fault` set.
+
+    A forked child of the process cannot use the store: each call returns such an operation there,
+    `slab` is None, and `close` changes nothing for the parent. A child opens its own store.
     """
 
     @property

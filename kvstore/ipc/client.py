@@ -16,6 +16,9 @@ client has seen. So a late answer neither leaks slots nor publishes unfilled one
 
 The safety rule of `protocol` holds: a connection is closed and its slab unmapped only when no
 operation has slots of it.
+
+In a forked child of the process, every operation ends at once with a fault, and `close` sends
+nothing: the connection, the slots and the slab are the parent's (see `kvstore.forks`).
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from kvstore.blocks.key import Namespace
 from kvstore.errors import ConfigError, TierUnavailable
+from kvstore.forks import INHERITED, on_fork
 from kvstore.interface import Load, Match, Operation, Save, SlabView
+from kvstore.ipc.local_lookups import LocalLookups
 from kvstore.ipc.open_operations import OpenOperations
 from kvstore.ipc.protocol import (
     MAX_HASHES,
@@ -40,6 +45,7 @@ from kvstore.ipc.protocol import (
 )
 from kvstore.ipc.sidecar_connection import (
     EMPTY_SLAB,
+    INHERITED_SLAB,
     L2,
     MAX_OUTBOUND_BYTES,
     SidecarConnection,
@@ -66,7 +72,7 @@ CLOSE_TIMEOUT_S: Final = 1.0
 """Time that `close` gives the sidecar to read earlier messages."""
 
 
-class Client:
+class Client(LocalLookups):
     """One engine's client of the sidecar. Implements `interface.BlockStore`.
 
     socket_path: the sidecar's Unix socket.
@@ -107,7 +113,9 @@ class Client:
         self._closing = threading.Event()
         self._last_id = 0
         self._last_pong = 0
+        self._closed_reason = "the client is closed"
         self._counts = dict.fromkeys(COUNTERS, 0)
+        on_fork(self._let_go)
         first = self._connect_first(connect_timeout_s)
         self._reader = threading.Thread(
             target=self._run, args=(first,), name="kvstore-reader", daemon=True
@@ -134,6 +142,8 @@ class Client:
     def slab_of(self, operation: Load | Save) -> SlabView:
         """The slab of this operation's slots. It stays mapped until the operation is released."""
         entry = self._operations.get(operation.operation_id)
+        if entry is None and self._closed_reason == INHERITED:
+            return INHERITED_SLAB
         assert entry is not None, "the operation was already committed or released"
         return entry.connection.slab if entry.connection is not None else EMPTY_SLAB
 
@@ -151,33 +161,6 @@ class Client:
         with self._changed:
             self._operations.finish(match, "")
         return match
-
-    def is_absent(self, name: bytes) -> bool:
-        """True if the block is certainly in no tier. False if it may be in one. Sends nothing."""
-        connection = self._connection
-        return connection is not None and not connection.unresponsive and connection.is_absent(name)
-
-    def cached_prefix_len_packed(self, joined: bytes, size: int) -> int | None:
-        """Length of the cached prefix of concatenated hashes of `size` bytes each. None if only
-        the sidecar knows. Sends nothing."""
-        connection = self._connection
-        if connection is None or connection.unresponsive:
-            return None
-        return connection.cached_prefix_len_packed(joined, size)
-
-    def block_states(self, hashes: Sequence[bytes]) -> list[bool | None]:
-        """For each block: True if it is in L2, False if it is certainly in no tier, None if only
-        the sidecar knows. Sends nothing."""
-        connection = self._connection
-        if connection is None or connection.unresponsive:
-            return [None] * len(hashes)
-        return connection.block_states(hashes)
-
-    def queue_lookup_report(self, get_hashes: Callable[[], Sequence[bytes]]) -> None:
-        """Report a lookup that was answered locally to the sidecar, with the next request."""
-        self._counts["local_answers"] += 1
-        if (connection := self._connection) is not None:
-            connection.queue_lookup_report(get_hashes)
 
     def load(self, hashes: Sequence[bytes]) -> Load:
         load = Load(self._next_id(), hashes)
@@ -289,7 +272,7 @@ class Client:
         """Why no request can be sent now; "" if it can."""
         connection = self._connection
         if self._closing.is_set():
-            return "the client is closed"
+            return self._closed_reason
         if connection is None:
             return self._disconnect_reason
         if connection.unresponsive:
@@ -305,9 +288,9 @@ class Client:
     ) -> None:
         """Close an open operation and send its COMMIT or RELEASE."""
         with self._lock:
+            entry = self._operations.pop(operation)
             if self._closing.is_set():
                 return
-            entry = self._operations.pop(operation)
             assert entry is not None, "the operation was already committed or released"
             connection = entry.connection
             if connection is None:
@@ -319,6 +302,15 @@ class Client:
             connection.close()
         elif connection.alive:
             connection.send(message)
+
+    def _let_go(self) -> None:
+        """In a forked child: forget the parent's connection and operations, without their lock."""
+        self._operations = OpenOperations()
+        self._lock, self._changed = self._operations.lock, self._operations.changed
+        self._connection = None
+        self._disconnect_reason = self._closed_reason = INHERITED
+        self._closing = threading.Event()
+        self._closing.set()
 
     def _fail_all(self, connection: SidecarConnection, fault: str) -> None:
         """End every operation that still waits for this connection. Under the lock."""

@@ -39,8 +39,11 @@ Therefore the client never closes its socket while an operation with slots is op
 process dies. The server frees a client's leases only at the end of the connection. If the
 connection ends without GOODBYE, the server first waits for the end of the client's process, if the
 system shows it. If a client sends invalid messages or does not read its answers, the server stops
-reading from it, and the client keeps its leases until its process ends. A process forked from a
-client inherits the socket and the mapping, so the rule covers it too.
+reading from it, and the client keeps its leases until its process ends.
+
+A process forked from a client has no operation and copies nothing: it closes its copy of the socket
+and unmaps the slab. The server drops what any process other than the sender of HELLO sends, so no
+child can end a lease of its parent.
 """
 
 from __future__ import annotations
@@ -126,7 +129,7 @@ class Receiver:
         """
         while (message := self._next_message()) is None:
             try:
-                data = self._sock.recv(RECEIVE_BYTES)
+                data = self._receive()
             except BlockingIOError:
                 raise TimeoutError("no data received") from None
             if not data:
@@ -137,6 +140,10 @@ class Receiver:
     def feed(self, data: bytes) -> None:
         """Add bytes that were received elsewhere (with file descriptors)."""
         self._buffer += data
+
+    def _receive(self) -> bytes:
+        """The next bytes of the stream; none at its end. Raises OSError."""
+        return self._sock.recv(RECEIVE_BYTES)
 
     def _next_message(self) -> list[Any] | None:
         """The next complete message in the buffer, or None."""

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from kvstore.blocks.key import Namespace
-from kvstore.errors import ConfigError, TierUnavailable
+from kvstore.errors import ConfigError, StoreClosed, TierUnavailable
+from kvstore.forks import INHERITED, on_fork
 from kvstore.ipc.protocol import (
     MAX_HASHES,
     PROTOCOL_VERSION,
@@ -52,7 +53,15 @@ class EmptySlab:
         raise AssertionError(f"slot {slot} of an empty slab")
 
 
+class InheritedSlab(EmptySlab):
+    """The slab of operations that a forked child inherited. Their slots are the parent's."""
+
+    def view(self, slot: int) -> memoryview:
+        raise StoreClosed(f"slot {slot} was {INHERITED}")
+
+
 EMPTY_SLAB = EmptySlab()
+INHERITED_SLAB = InheritedSlab()
 
 
 class SidecarConnection:
@@ -249,6 +258,7 @@ def connect(
         ConfigError: the sidecar rejected this client.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    on_fork(sock.close)  # else the connection would stay open while a forked child lives
     fds: list[int] = []
     try:
         sock.settimeout(timeout_s)

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -61,7 +60,6 @@ def serve(
         signal.signal(number, stop)
     with ExitStack() as ending:
         listener = ending.enter_context(listen(settings.server.socket))
-        ending.callback(Path(settings.server.socket).unlink, missing_ok=True)
         web = ending.enter_context(_bind(settings.server.host, settings.server.port))
         tracer = open_tracer(settings.trace, "kvstore sidecar")
         if tracer is not None:
@@ -87,7 +85,7 @@ def serve(
             store=store,
             tenants=tenants,
             stats=lambda: stats(),
-            ready=lambda: not (stop.requested or server.should_exit),
+            ready=lambda: socket_server.owns_file and not (stop.requested or server.should_exit),
             max_transfers=settings.limits.max_http_transfers,
             transfer_timeout_s=settings.limits.http_transfer_timeout / 1e3,
             flush_timeout_s=settings.limits.shutdown_drain_timeout / 1e3,

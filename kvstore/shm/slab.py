@@ -11,6 +11,7 @@ be swapped out cannot be the source of a device copy.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -18,10 +19,11 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn, cast
 
 from kvstore.config.units import format_bytes
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, StoreClosed
+from kvstore.forks import INHERITED, on_fork
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,13 @@ _F_SEAL_SIZE: Final = 0x1 | 0x2 | 0x4
 """The size is final: if a client truncated the file, the sidecar's next access would kill it."""
 _MADV_POPULATE_WRITE: Final = 23
 _HUGE_PAGE_BYTES: Final = 2 << 20
+
+
+class InheritedMemory:
+    """Takes the place of a slab's memory in a forked child, which must not write into it."""
+
+    def __getitem__(self, part: slice) -> NoReturn:
+        raise StoreClosed(f"this slab was {INHERITED}")
 
 
 class Slab:
@@ -58,6 +67,7 @@ class Slab:
         """Whether the pages are locked in memory."""
         self._closed = False
         self._before_unmapping: list[Callable[[], None]] = []
+        on_fork(self._let_go)
 
     @classmethod
     def create(
@@ -146,6 +156,20 @@ class Slab:
             self._map.close()
         except BufferError:
             log.debug("slab still has views at close; it is unmapped with the last one")
+        os.close(self.fd)
+
+    def _let_go(self) -> None:
+        """In a forked child: unmap the memory, so that it is freed when the parent frees it.
+
+        A view that the child inherited stays mapped. No callback runs: the device is the parent's.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        view, self._view = self._view, cast(memoryview, InheritedMemory())
+        with contextlib.suppress(BufferError):
+            view.release()
+            self._map.close()
         os.close(self.fd)
 
     def __repr__(self) -> str:

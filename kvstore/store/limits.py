@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvstore.cache.manager import L2Manager
 from kvstore.cache.write_policy import WritePolicy
@@ -16,6 +17,39 @@ from kvstore.shm.slab import Slab
 from kvstore.store.maintenance import Dispatch, TTLExpirer
 from kvstore.store.tier_workers import TierWorkers
 from kvstore.tiers.base import Tier
+
+MIN_CACHED_SLOTS: Final = 2
+MIN_SAVE_SLOTS: Final = 2
+
+
+@dataclass(frozen=True)
+class SlotNeeds:
+    """Minimum number of slots of a store, by use."""
+
+    cached: int
+    saves: int
+    workers: int
+
+    @property
+    def total(self) -> int:
+        return self.cached + self.saves + self.workers
+
+
+def check_slots(slab: Slab, tiers: Sequence[Tier]) -> SlotNeeds:
+    """Reject a slab that workers and saves alone could exhaust. Raises ConfigError."""
+    needs = SlotNeeds(
+        cached=MIN_CACHED_SLOTS,
+        saves=MIN_SAVE_SLOTS,
+        workers=sum(tier.workers_read + tier.workers_write for tier in tiers),
+    )
+    if slab.slots < needs.total:
+        raise ConfigError(
+            f"the slab has {slab.slots} slots but at least {needs.total} are needed: "
+            f"{needs.cached} for cached blocks, {needs.saves} for saves, {needs.workers} for "
+            "workers; "
+            "raise l2.bytes (--l2) or lower l2.slot_bytes (--slot-bytes)"
+        )
+    return needs
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 from kvstore.blocks.key import Key, Namespace
 from kvstore.cache.commands import MISSING, InFlightLoad, LeaseResult, TierWrite, Waiter
 from kvstore.cache.manager import L2Manager
+from kvstore.forks import INHERITED
 from kvstore.interface import Load, Match, Operation, Save
 from kvstore.shm.slab import Slab
 from kvstore.store.locator import L2, BlockLocator
@@ -66,6 +67,7 @@ class Session:
         self.tenant = tenant
         self.usage = usage
         self.closed = False
+        self._closed_reason = CLOSED
         self._store = store
         self._client = client
         self._namespace = namespace
@@ -134,6 +136,8 @@ class Session:
 
     def save(self, hashes: Sequence[bytes]) -> Save:
         save = Save(self._next_id(), hashes)
+        if self.closed:
+            return self._fail_closed(save)
         with self._manager.lock:
             if self.closed:
                 return self._fail_closed(save)
@@ -146,6 +150,8 @@ class Session:
         return save
 
     def commit(self, save: Save) -> None:
+        if self.closed:
+            return
         with self._manager.lock:
             if self.closed:
                 return
@@ -157,6 +163,8 @@ class Session:
         self._store.dispatch((), writes)
 
     def release(self, operation: Load | Save) -> None:
+        if self.closed:
+            return
         with self._manager.lock:
             if self.closed:
                 return
@@ -187,6 +195,8 @@ class Session:
         The sidecar calls this when a client's connection has ended. By then the safety rule of
         `protocol` ensures that no copy of that client can still run.
         """
+        if self.closed:
+            return
         with self._manager.lock:
             if self.closed:
                 return
@@ -208,6 +218,14 @@ class Session:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def let_go(self) -> None:
+        """In a forked child: end every operation here. The leases are the parent's."""
+        self.closed, self._closed_reason = True, INHERITED
+        for operation in (*(each.load for each in self._loads.values()), *self._matches):
+            self._fail_closed(operation)
+        self._unpolled.clear()
+        self._changed = threading.Condition()
 
     # --- for the store and LoadProgress -------------------------------------------------
 
@@ -275,7 +293,7 @@ class Session:
 
     def _fail_closed(self, operation: OperationT) -> OperationT:
         """End an operation because the store is closed."""
-        operation.fault = CLOSED
+        operation.fault = self._closed_reason
         operation.done = True
         return operation
 

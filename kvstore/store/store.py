@@ -9,6 +9,9 @@ and updates every operation that waits for it.
 
 A save: the L2 manager assigns slots. `commit` publishes the blocks and returns tier writes, and
 `dispatch` queues them. A worker writes the block and calls `_on_write_end`.
+
+In a forked child of the process nothing works: the operations of a session end with a fault, and
+the methods of the store raise StoreClosed. `flush` returns False, and `close` changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from kvstore.blocks import frame
@@ -32,10 +34,11 @@ from kvstore.cache.write_policy import WritePolicy
 from kvstore.codecs.chooser import Chooser
 from kvstore.config.units import format_bytes
 from kvstore.errors import ConfigError, StoreClosed
+from kvstore.forks import INHERITED, make_unusable, on_fork
 from kvstore.shm.slab import Slab
 from kvstore.store.block_io import TransferResult
 from kvstore.store.frame_api import FrameAccess
-from kvstore.store.limits import LimitApplier, StoreLimits
+from kvstore.store.limits import LimitApplier, StoreLimits, check_slots
 from kvstore.store.locator import L2, BlockLocator
 from kvstore.store.maintenance import PinResult, Warmer, pin_prefix
 from kvstore.store.session import Session
@@ -48,24 +51,9 @@ log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S: Final = 5.0
 """Maximum time that `close` waits for workers inside a tier."""
-MIN_CACHED_SLOTS: Final = 2
-MIN_SAVE_SLOTS: Final = 2
 MAX_SESSIONS: Final = 1024
 MAX_NAMESPACES: Final = 4096
 """Namespaces whose dtype and block size the store remembers; the oldest are dropped first."""
-
-
-@dataclass(frozen=True)
-class SlotNeeds:
-    """Minimum number of slots of a store, by use."""
-
-    cached: int
-    saves: int
-    workers: int
-
-    @property
-    def total(self) -> int:
-        return self.cached + self.saves + self.workers
 
 
 class Store:
@@ -97,7 +85,7 @@ class Store:
         names = [tier.name for tier in tiers]
         if len(set(names)) < len(names) or L2 in names:
             raise ConfigError(f"tier names must be distinct and not {L2!r} (got {names})")
-        needs = _check_slots(slab, tiers)
+        needs = check_slots(slab, tiers)
         limits = limits or StoreLimits()
         self.slab = slab
         self._own_slab = own_slab
@@ -109,14 +97,14 @@ class Store:
         self._sessions: dict[int, Session] = {}
         self._hit_blocks: Counter[str] = Counter()
         self._usage = UsageCounters()
-        self._closing = False
+        self._closing = self._inherited = False
         policy = eviction_policy(eviction, slab.slots) if isinstance(eviction, str) else eviction
         self.manager = L2Manager(
             slab.slots,
             policy,
             write_policy or WritePolicy(),
             tiers=len(tiers),
-            max_loads_per_tier=slab.slots - MIN_CACHED_SLOTS - MIN_SAVE_SLOTS,
+            max_loads_per_tier=slab.slots - needs.cached - needs.saves,
             quotas=limits.quota_slots(slab.slot_bytes),
             max_pinned=limits.max_pins(slab.slots, needs.total),
         )
@@ -155,6 +143,7 @@ class Store:
             slab=slab,
             reserved_slots=needs.total,
         )
+        on_fork(self._let_go)
 
     def session(
         self,
@@ -233,6 +222,8 @@ class Store:
 
         Does not wait for blocks that are saved meanwhile.
         """
+        if self._inherited:
+            return False
         deadline_s = _deadline_after(timeout_s)
         dirty = self.manager.dirty_keys()
         while True:
@@ -250,6 +241,7 @@ class Store:
 
         Raises ConfigError: unknown name. Passes on the tier's errors.
         """
+        self._check_own()
         names = [L2, *(t.name for t in self._tiers)]
         if tier not in (*names, "all"):
             raise ConfigError(f"unknown tier {tier!r}; use one of {', '.join(names)}, all")
@@ -289,6 +281,7 @@ class Store:
     def iter_tier_keys(self) -> Iterator[Key] | None:
         """Iterate over all blocks of all tiers. None if another process can write to a tier, so
         that the list would be incomplete."""
+        self._check_own()
         if not all(tier.local_index and tier.sole_writer for tier in self._tiers):
             return None
         return itertools.chain.from_iterable(tier.keys() for tier in self._tiers)
@@ -336,6 +329,8 @@ class Store:
         """End sessions, write queued blocks, end threads and close tiers. Waits at most
         CLOSE_TIMEOUT_S. Afterwards every slot is free, except the slots of workers that hang inside
         a tier."""
+        if self._inherited:
+            return
         with self.manager.lock:
             if self._closing:
                 return
@@ -370,7 +365,23 @@ class Store:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _check_own(self) -> None:
+        """Raises StoreClosed: this process is a forked child of the store's."""
+        if self._inherited:
+            raise StoreClosed(f"the store was {INHERITED}")
+
+    def _let_go(self) -> None:
+        """In a forked child: end every operation, without the locks. They may be taken here by
+        threads that only the parent has."""
+        self._closing = self._inherited = True
+        for session in self._sessions.values():
+            session.let_go()
+        make_unusable(self.manager, "lock", error=StoreClosed)
+        make_unusable(self.warmer, "_turn", error=StoreClosed)
+
     def __repr__(self) -> str:
+        if self._inherited:
+            return f"store, {INHERITED}"
         l2 = self.manager.stats()
         parts = [f"L2 {l2['slots_ready']}/{l2['slots']} slots, {l2['slots_leased']} leased"]
         for workers in self._workers:
@@ -420,23 +431,6 @@ class Store:
         """The dtype of a key's namespace; "" before the first session with it."""
         namespace = self._namespaces.get(key.namespace)
         return "" if namespace is None else namespace.dtype
-
-
-def _check_slots(slab: Slab, tiers: Sequence[Tier]) -> SlotNeeds:
-    """Reject a slab that workers and saves alone could exhaust."""
-    needs = SlotNeeds(
-        cached=MIN_CACHED_SLOTS,
-        saves=MIN_SAVE_SLOTS,
-        workers=sum(tier.workers_read + tier.workers_write for tier in tiers),
-    )
-    if slab.slots < needs.total:
-        raise ConfigError(
-            f"the slab has {slab.slots} slots but at least {needs.total} are needed: "
-            f"{needs.cached} for cached blocks, {needs.saves} for saves, {needs.workers} for "
-            "workers; "
-            "raise l2.bytes (--l2) or lower l2.slot_bytes (--slot-bytes)"
-        )
-    return needs
 
 
 def _deadline_after(timeout_s: float) -> float:

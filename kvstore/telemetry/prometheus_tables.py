@@ -194,6 +194,27 @@ CODEC_METRICS: Final = (
 SERVICE_METRICS: Final = (
     ("kvstore_connections", COUNTER, "Clients accepted.", "", {"": "connections"}),
     ("kvstore_connections_rejected", COUNTER, "Clients rejected.", "", {"": "rejected"}),
+    (
+        "kvstore_connection_foreign_bytes",
+        COUNTER,
+        "Bytes dropped because a process other than the client sent them, such as a forked child.",
+        "",
+        {"": "foreign_bytes"},
+    ),
+    (
+        "kvstore_socket_file_own",
+        GAUGE,
+        "1 while the file of the socket is in place, 0 while new clients cannot connect.",
+        "",
+        {"": "socket_file_own"},
+    ),
+    (
+        "kvstore_socket_file_lost",
+        COUNTER,
+        "Times the file of the socket was removed or replaced by another process.",
+        "",
+        {"": "socket_file_lost"},
+    ),
 )
 
 HTTP_METRICS: Final = (

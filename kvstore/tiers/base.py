@@ -14,6 +14,9 @@ frame that a tier returns.
 After `write` returns, a reader sees the complete frame or no frame at all, and the frame survives a
 kill of this process. Writing a key that the tier already contains succeeds and changes nothing.
 
+The store calls no tier in a forked child of its process, not even `close`: descriptors, threads and
+data are the parent's.
+
 A miss is a return value, not an exception. A tier raises one of three exceptions, and maps every
 other exception to one of them:
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from fork_rig import IGNORE_FORK_WARNING, in_child
 from manual_store import ManualSlab
 
 from kvstore.connectors.common.copy_thread import (
@@ -18,6 +19,8 @@ from kvstore.connectors.common.copy_thread import (
 )
 from kvstore.interface import SlabView
 from kvstore.kernels import FINISHED, Event
+
+pytestmark = pytest.mark.filterwarnings(IGNORE_FORK_WARNING)
 
 GATHER, SCATTER = Direction.GATHER, Direction.SCATTER
 LIMIT_S = 20.0
@@ -109,3 +112,19 @@ def test_saves_that_fill_the_queue_do_not_block_loads(rig: Rig) -> None:
     assert rig.copies.under_way == 1 + COPIES_QUEUED_MAX
     assert rig.submit(SCATTER, 10)
     assert rig.ran()[:2] == [0, 10]
+
+
+def test_a_forked_child_waits_for_no_copy(rig: Rig) -> None:
+    """The thread that copies is the parent's. In the child every copy has failed."""
+    assert rig.submit(GATHER, 1)
+    assert rig.submit(SCATTER, 2)
+
+    def close() -> list[object]:
+        assert not rig.submit(GATHER, 3)
+        under_way = rig.copies.under_way
+        ended = [*rig.copies.finished(LIMIT_S), *rig.copies.close()]
+        return [under_way, sorted(copy.owner for copy in ended), all(copy.error for copy in ended)]
+
+    with rig.copies._changed:
+        assert in_child(close) == [3, [0, 1, 2], True]
+    assert rig.ran() == [0, 2, 1]

@@ -7,11 +7,13 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
+from fork_rig import IGNORE_FORK_WARNING, in_child
 from hypothesis import given
 from hypothesis import settings as given_settings
 from hypothesis import strategies as st
@@ -30,7 +32,9 @@ from kvstore.connectors.sglang.settings import (
 )
 from kvstore.connectors.sglang.shared_client import SharedClient
 from kvstore.errors import ConfigError
-from kvstore.interface import BlockStore, Operation
+from kvstore.interface import BlockStore, Match, Operation
+
+pytestmark = pytest.mark.filterwarnings(IGNORE_FORK_WARNING)
 
 SGLANGS_OWN = {
     "backend_name": "kvstore",
@@ -191,6 +195,9 @@ class Polled:
         self.polls += 1
         return []
 
+    def match(self, hashes: Sequence[bytes]) -> Match:
+        return Match(1, hashes)
+
 
 def test_no_thread_polls_for_an_update_that_another_one_has_received() -> None:
     """Another thread's poll returns the operation between the check and the poll: a thread that
@@ -275,3 +282,18 @@ def test_names_of_model_and_weights(tmp_path: Any) -> None:
     assert revision_of(silent, SimpleNamespace(**{**vars(args), "dtype": "float16"})) != first
     (tmp_path / "model.safetensors").write_bytes(bytes(999) + b"\1")
     assert revision_of(silent, args) != first
+
+
+def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
+    calls, client = GuardedCalls(), SharedClient(cast(BlockStore, Polled()))
+
+    def use() -> list[object]:
+        missed = calls.run("x", lambda: "miss", lambda: "called")
+        client.match(())
+        polled = client.wait(lambda: False, time.monotonic() + 0.1)
+        return [missed, calls.close(60.0), polled]
+
+    client._is_polling = True
+    with calls._changed, client._call_lock, client._turns:
+        assert in_child(use) == ["miss", True, False]
+    assert calls.run("x", lambda: "miss", lambda: "called") == "called"

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fork_rig import IGNORE_FORK_WARNING, in_child
 from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, hashes_of, put
 
 import kvstore
@@ -32,6 +33,8 @@ from kvstore.connectors.vllm.connector.namespace import (
     set_engine_flags,
 )
 from kvstore.errors import ConfigError
+
+pytestmark = pytest.mark.filterwarnings(IGNORE_FORK_WARNING)
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -436,6 +439,26 @@ def test_both_sides_of_an_engine_meet_in_one_embedded_store() -> None:
     assert EMBEDDED._stores == {}
     with pytest.raises(ConfigError, match=r"embedded\.l3.*'l2'"):
         open_store(StoreSettings(embedded={"l3": "1GiB"}), namespace, engine="g", name="x")
+
+
+def test_a_forked_engine_opens_its_own_embedded_store() -> None:
+    (namespace,) = namespaces_of(an_engine(), a_config(a_spec()), StoreSettings())
+    settings = StoreSettings(embedded={"l2": "4MiB"})
+    parents = open_store(settings, namespace, engine="e", name="parent")
+
+    def work() -> list[object]:
+        own = open_store(settings, namespace, engine="e", name="child")
+        parents.close()
+        save = own.store.save([b"k" * 32])
+        own.store.commit(save)
+        found = own.store.match([b"k" * 32]).tiers
+        own.close()
+        return [found, len(EMBEDDED._stores)]
+
+    with EMBEDDED._lock:
+        assert in_child(work) == [["l2"], 0]
+    assert parents.store.match([b"k" * 32]).tiers == []
+    parents.close()
 
 
 def test_an_unsupported_prefetch_policy_is_rejected() -> None:

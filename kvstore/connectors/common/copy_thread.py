@@ -8,6 +8,7 @@ returns copies that have not started. Only then does the owner release the opera
 from __future__ import annotations
 
 import enum
+import itertools
 import logging
 import threading
 from collections import deque
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from kvstore.forks import INHERITED, on_fork
 from kvstore.interface import SlabView
 from kvstore.kernels import Copier, Event
 
@@ -67,11 +69,14 @@ class CopyThread:
         self._queues: dict[Direction, deque[Copy]] = {each: deque() for each in Direction}
         self._scatters_in_a_row = 0
         self._launched: list[Copy] = []
+        self._running: Copy | None = None
+        self._inherited = False
         self._finished: list[Copy] = []
         self._under_way = 0
         self._closing = False
         self._slab: SlabView | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        on_fork(self._let_go)
         self._thread.start()
 
     @property
@@ -83,7 +88,7 @@ class CopyThread:
         """Queue a copy; False when the queue is full. Never waits."""
         with self._changed:
             assert not self._closing, "no copies after close"
-            if len(self._queues[copy.direction]) >= COPIES_QUEUED_MAX:
+            if self._inherited or len(self._queues[copy.direction]) >= COPIES_QUEUED_MAX:
                 return False
             self._queues[copy.direction].append(copy)
             self._under_way += 1
@@ -120,6 +125,8 @@ class CopyThread:
 
     def close(self) -> list[Copy]:
         """Run the queued copies, end the thread, and return the copies that `finished` has not."""
+        if self._inherited:
+            return self.finished()
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -127,19 +134,31 @@ class CopyThread:
         self._copier.close()
         return self.finished()
 
+    def _let_go(self) -> None:
+        """In a forked child: fail every accepted copy, as the thread that runs it is not here."""
+        running = [] if self._running is None else [self._running]
+        for copy in (*running, *itertools.chain.from_iterable(self._queues.values())):
+            copy.error = INHERITED
+            self._finished.append(copy)
+        self._changed = threading.Condition()
+        self._queues = {each: deque() for each in Direction}
+        self._running, self._launched, self._inherited = None, [], True
+        self._under_way = len(self._finished)
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: any(self._queues.values()) or self._closing)
                 if not any(self._queues.values()):
                     return
-                copy = self._next()
+                self._running = copy = self._next()
             try:
                 self._copy(copy)
             except Exception as error:  # a failed copy is a result; the engine computes instead
                 log.exception("%s of %d blocks failed", copy.direction.value, len(copy.slots))
                 copy.error = f"{type(error).__name__}: {error}"
             with self._changed:
+                self._running = None
                 self._finished.append(copy)
                 self._changed.notify_all()
 

@@ -207,6 +207,8 @@ class KVStoreBackend(HiCacheStorage):
 
     def close(self) -> None:
         """Release every lease. If a call does not end, its leases end with the process."""
+        if self._calls.inherited:
+            return
         if self._calls.close(2 * self._settings.max_wait.max / 1e3):
             self._page_pools.close()
         else:

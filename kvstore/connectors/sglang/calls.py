@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvstore.forks import on_fork
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -20,6 +22,9 @@ class GuardedCalls:
         self._under_way = 0
         self._closed = False
         self.errors = 0
+        self.inherited = False
+        """This process is a forked child of the one that SGLang runs in."""
+        on_fork(self._let_go)
 
     def run(self, what: str, miss: Callable[[], T], call: Callable[[], T]) -> T:
         """Return `call()`; return `miss()` after `close`, or if the call raises.
@@ -52,3 +57,8 @@ class GuardedCalls:
         with self._changed:
             self._closed = True
             return self._changed.wait_for(lambda: not self._under_way, timeout_s)
+
+    def _let_go(self) -> None:
+        """In a forked child: every call is a miss, and none is under way."""
+        self._changed = threading.Condition()
+        self._closed, self._under_way, self.inherited = True, 0, True

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from kvstore.forks import on_fork
 from kvstore.interface import BlockStore, Load, Match, Save, SlabView
 from kvstore.ipc.client import Client
 
@@ -27,6 +28,7 @@ class SharedClient:
         self._call_lock = threading.Lock()
         self._turns = threading.Condition()
         self._is_polling = False
+        on_fork(self._let_go)
 
     @property
     def slab(self) -> SlabView | None:
@@ -124,6 +126,11 @@ class SharedClient:
         """Release every lease. No call may be under way."""
         with self._call_lock:
             self._store.close()
+
+    def _let_go(self) -> None:
+        """In a forked child: forget the turns of threads that only the parent has."""
+        self._call_lock, self._turns = threading.Lock(), threading.Condition()
+        self._is_polling = False
 
     def __repr__(self) -> str:
         return repr(self._store)

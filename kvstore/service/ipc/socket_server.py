@@ -2,6 +2,11 @@
 
 This module accepts clients, does the handshake and sends them the slab. Module `connection` serves
 a client after that, and documents when its leases are released.
+
+The acceptor also checks the socket's file. If it was removed, new clients cannot connect. Then it
+listens on a new socket at the same path, and connected clients keep their connections. If another
+process listens at the path, that process keeps it: two sidecars that take the path from each other
+would disturb every engine. This sidecar then serves its connected clients only, and is not ready.
 """
 
 from __future__ import annotations
@@ -13,16 +18,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
-from kvstore.errors import KVStoreError
+from kvstore.errors import ConfigError, KVStoreError
 from kvstore.ipc.protocol import (
     MAX_HELLO_BYTES,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     MalformedMessage,
     MessageType,
-    Receiver,
     pack,
     parse_namespace,
 )
@@ -31,7 +36,13 @@ from kvstore.service.access.visibility import visible_stats
 from kvstore.service.ipc.connection import Connection
 from kvstore.service.ipc.index_builder import IndexBuilder
 from kvstore.service.ipc.op_stats import OnLookup, OpStats
-from kvstore.service.ipc.sockets import set_timeouts
+from kvstore.service.ipc.sockets import (
+    ProcessReceiver,
+    UnixListener,
+    file_id,
+    listen,
+    set_timeouts,
+)
 from kvstore.store.session import Session
 from kvstore.store.store import Store
 from kvstore.telemetry.traffic import check_traffic_label
@@ -43,6 +54,11 @@ MAX_NAME_CHARS: Final = 64
 """Characters kept of a client's name."""
 ACCEPT_PAUSE_S: Final = 0.2
 """Pause after a failed accept, for example when no file descriptor is free."""
+FILE_CHECK_S: Final = 1.0
+"""Longest time between two checks of the socket's file."""
+FILE_RETRY_S: Final = 30.0
+"""Time between two attempts to listen at the path while the same file of another process is there.
+"""
 
 
 class SocketServer:
@@ -58,7 +74,7 @@ class SocketServer:
     def __init__(
         self,
         store: Store,
-        listener: socket.socket,
+        listener: UnixListener,
         *,
         tenants: Tenants,
         max_clients: int,
@@ -78,8 +94,12 @@ class SocketServer:
         self._sockets: dict[int, socket.socket] = {}
         self._threads: set[threading.Thread] = set()
         self._stopping = False
-        self._counts = {"connections": 0, "rejected": 0}
+        self._counts = {"connections": 0, "rejected": 0, "socket_file_lost": 0, "foreign_bytes": 0}
         self._listener = listener
+        self.owns_file = True
+        """Whether new clients can reach this sidecar: its socket's file is in place."""
+        self._other_file: tuple[int, int] | None = None
+        self._retry_at_s = 0.0
         self._index_builder = IndexBuilder(store)
         self._stop_event = os.eventfd(0, os.EFD_CLOEXEC)
         self._acceptor = threading.Thread(target=self._accept, name="accept", daemon=True)
@@ -91,6 +111,7 @@ class SocketServer:
 
     def start(self) -> None:
         """Start accepting clients."""
+        self._listener.settimeout(FILE_CHECK_S)
         self._index_builder.start()
         self._acceptor.start()
 
@@ -100,6 +121,7 @@ class SocketServer:
             clients = {str(n): c.snapshot() for n, c in self._connections.items()}
         return {
             **self._counts,
+            "socket_file_own": int(self.owns_file),
             "clients": clients,
             "request_seconds": self._op_stats.request_seconds(),
         }
@@ -115,6 +137,8 @@ class SocketServer:
         with self._lock:
             self._stopping = True
             sockets = list(self._sockets.values())
+        # The file first, while this socket listens: later it may be the file of the next sidecar.
+        self._listener.remove_file()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         if self._acceptor.is_alive():
@@ -133,8 +157,11 @@ class SocketServer:
         """The acceptor's thread: accepts until `stop`, and continues after errors."""
         number = 0
         while not self._stopping:
+            self._check_file()
             try:
                 sock, _ = self._listener.accept()
+            except TimeoutError:
+                continue
             except OSError as error:
                 if not self._stopping:
                     log.error("cannot accept a client: %s", error)
@@ -149,6 +176,46 @@ class SocketServer:
             if reason:
                 self._reject(sock, reason, retryable=True)
                 sock.close()
+
+    def _check_file(self) -> None:
+        """Listen on a new socket if the file of the current one is gone."""
+        if self._stopping:
+            return
+        if self._listener.owns_file():
+            self.owns_file = True
+            return
+        path = self._listener.path
+        other = file_id(path)
+        if not self.owns_file and other == self._other_file and time.monotonic() < self._retry_at_s:
+            return
+        self._counts["socket_file_lost"] += self.owns_file
+        try:
+            listener = listen(path)
+        except ConfigError as error:
+            if self.owns_file:
+                log.error("new clients cannot reach this sidecar, its socket is gone: %s", error)
+            self.owns_file, self._other_file = False, other
+            self._retry_at_s = time.monotonic() + FILE_RETRY_S
+            return
+        listener.settimeout(FILE_CHECK_S)
+        old, self._listener = self._listener, listener
+        old.close()
+        self.owns_file = True
+        log.warning("the socket %s was removed; listening on a new one", path)
+
+    def _count_foreign(self, number: int, nbytes: int, pid: int) -> None:
+        """Count the bytes that a process other than the client has sent on its connection."""
+        with self._lock:
+            first = not self._counts["foreign_bytes"]
+            self._counts["foreign_bytes"] += nbytes
+        log.log(
+            logging.WARNING if first else logging.DEBUG,
+            "connection %d: dropped %d bytes of process %d, which did not open it; a forked "
+            "process must open its own client",
+            number,
+            nbytes,
+            pid,
+        )
 
     def _start_reader(self, sock: socket.socket, number: int) -> str:
         """Start the reader of a new connection. Returns why the client is rejected, or "".
@@ -187,7 +254,8 @@ class SocketServer:
     def _handshake(self, sock: socket.socket, number: int) -> Connection | None:
         """Read the HELLO. There are no leases yet, so rejecting and closing is safe here."""
         set_timeouts(sock, self._handshake_timeout_s)
-        receiver = Receiver(sock, MAX_HELLO_BYTES)
+        on_foreign = partial(self._count_foreign, number)
+        receiver = ProcessReceiver(sock, MAX_HELLO_BYTES, on_foreign)
         try:
             message = receiver.read()
             if message is None:
@@ -219,7 +287,7 @@ class SocketServer:
     def _add_client(
         self,
         sock: socket.socket,
-        receiver: Receiver,
+        receiver: ProcessReceiver,
         session: Session,
         about: dict[str, Any],
         number: int,

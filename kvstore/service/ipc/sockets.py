@@ -1,32 +1,80 @@
-"""Unix-socket helpers: create it, set timeouts, detect the end of the peer."""
+"""Unix-socket helpers: the listening socket and its file, timeouts, the process of the peer."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
+import logging
 import os
 import select
 import socket
 import stat
 import struct
+import time
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvstore.errors import ConfigError
+from kvstore.ipc.protocol import RECEIVE_BYTES, Receiver
+
+log = logging.getLogger(__name__)
 
 BACKLOG: Final = 64
+START_WAIT_S: Final = 5.0
+"""Longest wait for another sidecar that creates its socket in the same directory."""
+_CREDENTIALS: Final = struct.Struct("3i")
+"""pid, uid and gid of a process, as the kernel gives them."""
 
 
-def listen(path: str) -> socket.socket:
+class UnixListener(socket.socket):
+    """A listening Unix socket. Closing it removes its file, unless the file is another socket's."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.path = path
+        self._file: tuple[int, int] | None = None
+
+    def open(self) -> None:
+        """Create the file, and listen. Raises OSError."""
+        # Accepted sockets inherit this. See `ProcessReceiver`.
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self.bind(self.path)
+        self._file = file_id(self.path)
+        os.chmod(self.path, 0o660)
+        self.listen(BACKLOG)
+
+    def owns_file(self) -> bool:
+        """Whether the file at the path is this socket's.
+
+        While the socket is open, the file system gives the number of its file to no other file.
+        """
+        return self._file is not None and file_id(self.path) == self._file
+
+    def remove_file(self) -> None:
+        """Remove the file if it is this socket's. Call it while the socket listens: another sidecar
+        does not take the path then, so it cannot come between the check and the removal."""
+        if self.owns_file():
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+        self._file = None
+
+    def close(self) -> None:
+        self.remove_file()
+        super().close()
+
+
+def listen(path: str) -> UnixListener:
     """A listening Unix socket at `path`. The file of a socket without a listener is replaced.
 
     Raises ConfigError: another process listens there, the file is not a socket, or the socket
     cannot be created.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock = UnixListener(path)
     try:
-        _remove_stale_socket(path)
-        sock.bind(path)
-        os.chmod(path, 0o660)
-        sock.listen(BACKLOG)
+        with _start_lock(path):
+            _remove_stale_socket(path)
+            sock.open()
     except ConfigError:
         sock.close()
         raise
@@ -36,6 +84,37 @@ def listen(path: str) -> socket.socket:
             f"cannot create the socket {path!r}: {error.strerror or error}; give another --socket"
         ) from None
     return sock
+
+
+def file_id(path: str) -> tuple[int, int] | None:
+    """Device and number of the file at the path; None: no file, or it is not accessible."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+@contextlib.contextmanager
+def _start_lock(path: str) -> Iterator[None]:
+    """Exclude other sidecars that start in this directory. Otherwise two may find the same stale
+    file, and the second would remove the new file of the first."""
+    with contextlib.ExitStack() as stack:
+        deadline_s = time.monotonic() + START_WAIT_S
+        with contextlib.suppress(OSError):  # no lock on this file system: start without it
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+            fd = os.open(os.path.dirname(path) or ".", flags)
+            stack.callback(os.close, fd)
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline_s:
+                        log.warning("%s: another process keeps its directory locked", path)
+                        break
+                    time.sleep(0.01)
+        yield
 
 
 def _remove_stale_socket(path: str) -> None:
@@ -70,6 +149,44 @@ def wait_for_hang_up(sock: socket.socket) -> None:
     poll = select.poll()
     poll.register(sock, 0)  # POLLHUP is always reported
     poll.poll()
+
+
+class ProcessReceiver(Receiver):
+    """Receives what one process sends: the sender of the first byte.
+
+    A forked child of a client has the client's socket too. The kernel says which process sent which
+    bytes (SO_PASSCRED), and never returns bytes of two processes together.
+
+    on_foreign: called with the number of bytes and the pid of another process, whose bytes are
+    dropped. Processes of a pid namespace that the system does not show all have the pid 0.
+    """
+
+    def __init__(
+        self, sock: socket.socket, max_bytes: int, on_foreign: Callable[[int, int], None]
+    ) -> None:
+        super().__init__(sock, max_bytes)
+        self._on_foreign = on_foreign
+        self._pid: int | None = None
+
+    def _receive(self) -> bytes:
+        while True:
+            data, about, _, _ = self._sock.recvmsg(
+                RECEIVE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
+            )
+            pid = _pid_in(about)
+            if self._pid is None:
+                self._pid = pid
+            if not data or pid == self._pid:
+                return data
+            self._on_foreign(len(data), pid)
+
+
+def _pid_in(about: list[tuple[int, int, bytes]]) -> int:
+    """The pid in the ancillary data of a message; 0: none is shown."""
+    for level, kind, data in about:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+            return int(_CREDENTIALS.unpack(data)[0])
+    return 0
 
 
 class Peer:
@@ -108,8 +225,8 @@ class Peer:
 def _peer_process(sock: socket.socket) -> int | None:
     """A pidfd of the process that connected `sock`. None if it is unknown or has hung up."""
     try:
-        pid, _, _ = struct.unpack(
-            "3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, _, _ = _CREDENTIALS.unpack(
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
         if pid <= 0:
             return None  # in a pid namespace that we do not see

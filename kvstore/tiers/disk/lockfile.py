@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from kvstore.blocks.frame import checksum
 from kvstore.errors import ConfigError
+from kvstore.forks import on_fork
 from kvstore.tiers.disk.layout import SEGMENT_VERSION, SUFFIX
 
 LOCK_NAME = "kvstore.lock"
@@ -67,10 +68,14 @@ class DirectoryLock:
         except BaseException:
             os.close(self._fd)
             raise
+        # A forked child must not keep the directory locked when this process has ended.
+        on_fork(self.release)
 
     def release(self) -> None:
-        """Unlock the directory."""
-        os.close(self._fd)
+        """Unlock the directory. In a forked child: close the child's descriptor only."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def record_peers(self, digests: Sequence[str]) -> None:
         """Record the other directories of the tier in the lock file. Raises ConfigError."""

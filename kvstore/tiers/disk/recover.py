@@ -1,9 +1,9 @@
 """Opening the segments of an earlier process, after a clean close or a kill.
 
-The entries of a sealed segment come from its footer. A segment without a valid footer was in use
-when the process was killed, or its footer is corrupt. A scan then finds its frames, starting at the
-last checkpoint if the segment has one. The scan verifies each payload, because the sectors of one
-write may reach the file in any order.
+The entries of a sealed segment come from its footer, and from a scan if frames follow those in the
+footer. A segment without a valid footer was in use when the process was killed, or its footer is
+corrupt. A scan then finds its frames, starting at the last checkpoint if the segment has one. The
+scan verifies each payload, because the sectors of one write may reach the file in any order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvstore.tiers.disk.files import Files
 from kvstore.tiers.disk.index import unpack_location
 from kvstore.tiers.disk.layout import SegmentInvalid
 from kvstore.tiers.disk.lockfile import DISK_ERRNOS, DirectoryUnavailable, segment_paths
-from kvstore.tiers.disk.scan import scan_frames
+from kvstore.tiers.disk.scan import frames_after_footer, scan_frames
 from kvstore.tiers.disk.segment import Segment
 from kvstore.tiers.disk.state import DiskLimits, DiskState
 
@@ -109,13 +109,20 @@ def _load_entries(files: Files, segment: Segment, result: RecoveryResult) -> Non
     start = 1
     if segment.truncated:
         log.warning("%s is truncated; recovering the frames that remain", segment.path)
-    elif segment.load_footer(files):
-        return
-    elif segment.load_checkpoint(files):
+    elif segment.load_footer(files) or segment.load_checkpoint(files):
         start = segment.next_sector
+    frames = (
+        frames_after_footer(files, segment)
+        if segment.sealed
+        else scan_frames(files, segment, start)
+    )
     entries, end = segment.entries, start
     torn = []
-    for frame in scan_frames(files, segment, start):
+    for frame in frames:
+        if segment.sealed:
+            log.warning("%s: frames follow the footer; recovering them", segment.path)
+            segment.reopen(files)
+            entries = segment.entries
         end = frame.sector + frame.sectors
         if frame.error:
             torn.append(frame.sector)

@@ -22,6 +22,8 @@ from kvstore.tiers.disk.segment import Segment
 
 SCAN_BYTES: Final = 4 << 20
 """Bytes of one read."""
+MAX_TORN_FRAMES: Final = 16
+"""Frames without a header that a kill may leave in a row: one for each thread that writes."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,12 @@ class ScannedFrame:
     error: str
 
 
-def scan_frames(files: Files, segment: Segment, start: int = 1) -> Iterator[ScannedFrame]:
+def scan_frames(
+    files: Files, segment: Segment, start: int = 1, *, first_within: int | None = None
+) -> Iterator[ScannedFrame]:
     """Yield every frame of the segment from sector `start`, with its payload verified.
 
-    Raises OSError.
+    first_within: end the scan if no frame starts within so many sectors. Raises OSError.
     """
     window = _Window(files, segment)
     sector = start
@@ -45,10 +49,30 @@ def scan_frames(files: Files, segment: Segment, start: int = 1) -> Iterator[Scan
         header = decode_header_at(segment, view, sector)
         if header is None:
             sector += 1
+            if first_within is not None and sector >= start + first_within:
+                return
             continue
+        first_within = None
         sectors = 1 + header.payload_bytes // SECTOR_BYTES
         yield ScannedFrame(header, sector, sectors, window.payload_error(header, sector))
         sector += sectors
+
+
+def frames_after_footer(files: Files, segment: Segment) -> Iterator[ScannedFrame]:
+    """Yield the frames that follow those in the footer, with their payloads verified.
+
+    A segment has such frames only if another process wrote the footer while it was in use. (In
+    early releases a forked child of the tier's process did.) Reads one sector if the segment is
+    full, otherwise as many as torn frames may take. Raises OSError.
+    """
+    start, end = segment.next_sector, segment.nbytes // SECTOR_BYTES
+    largest = max(segment.entries.sector_counts, default=0)
+    sector = aligned_buffer(SECTOR_BYTES)
+    complete = files.read_at(segment.fd, [sector], start * SECTOR_BYTES) == SECTOR_BYTES
+    is_frame = complete and decode_header_at(segment, sector, start) is not None
+    if is_frame or start + 2 * largest <= end:
+        look = MAX_TORN_FRAMES * largest or end
+        yield from scan_frames(files, segment, start, first_within=look)
 
 
 def decode_header_at(segment: Segment, view: memoryview, sector: int) -> FrameHeader | None:

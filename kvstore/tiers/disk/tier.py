@@ -23,6 +23,7 @@ import numpy as np
 from kvstore.blocks.frame import mask_checksum
 from kvstore.blocks.key import Key
 from kvstore.errors import FrameTooLarge, TierError, TierFull, TierUnavailable
+from kvstore.forks import make_unusable, on_fork
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.files import SECTOR_BYTES, Files, SectorBuffer
 from kvstore.tiers.disk.index import MAX_FRAME_SECTORS, pack_location, unpack_location
@@ -86,6 +87,7 @@ class DiskTier(Tier):
         self._clearing = 0
         self._closed = False
         self._counts = dict.fromkeys(("reads", "writes", "read_bytes", "write_bytes", "errors"), 0)
+        on_fork(self._let_go)
 
     # ------------------------------------------------------------------ operations
 
@@ -230,6 +232,8 @@ class DiskTier(Tier):
         }
 
     def close(self) -> None:
+        if self._closed:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -246,6 +250,17 @@ class DiskTier(Tier):
             )
 
     # ------------------------------------------------------------------ internals
+
+    def _let_go(self) -> None:
+        """In a forked child: close the child's descriptors, or the space of deleted segments stays
+        in use while it lives. Nothing is sealed: the parent writes on."""
+        if self._closed:
+            return
+        self._closed = True
+        make_unusable(self, "_lock", "_changed", error=TierError)
+        make_unusable(self._state, "lock", "changed", error=TierError)
+        for segment in self._state.segments.values():
+            self._files.close(segment.fd)
 
     def _is_idle(self) -> bool:
         """Whether no call uses a volume. The caller owns the lock."""

@@ -22,7 +22,7 @@ from kvstore.errors import ConfigError, FrameInvalid
 from kvstore.tiers.disk.files import SECTOR_BYTES, Files
 from kvstore.tiers.disk.layout import SegmentInvalid
 from kvstore.tiers.disk.lockfile import DirectoryLock, segment_paths
-from kvstore.tiers.disk.scan import decode_header_at, scan_frames
+from kvstore.tiers.disk.scan import decode_header_at, frames_after_footer, scan_frames
 from kvstore.tiers.disk.segment import Segment
 
 log = logging.getLogger(__name__)
@@ -125,6 +125,9 @@ class _Verifier:
                     segment, sector, sectors, key, self._frame_error(segment, key, sector, sectors)
                 )
             yield (sector + sectors) * SECTOR_BYTES
+        for found in frames_after_footer(self._files, segment):
+            self._record(segment, found.sector, found.sectors, found.header.key, found.error)
+            yield (found.sector + found.sectors) * SECTOR_BYTES
 
     def _frame_error(self, segment: Segment, key: Key, sector: int, sectors: int) -> str:
         """Why the frame at `sector` is corrupt; "" if it is intact."""

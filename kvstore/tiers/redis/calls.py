@@ -20,6 +20,7 @@ from redis.exceptions import ResponseError
 
 from kvstore.blocks.frame import aligned_buffer
 from kvstore.errors import TierError
+from kvstore.forks import INHERITED, make_unusable, on_fork
 from kvstore.tiers.redis import faults, resp
 from kvstore.tiers.redis.exchange import Exchange, Outcome, exchange_all
 from kvstore.tiers.redis.servers import Servers
@@ -44,10 +45,12 @@ class Calls:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._closed = False
+        self._closed_reason = "the tier is closed"
         self._idle: defaultdict[ConnectionPool, list[Exchange]] = defaultdict(list)
         self._scratch: queue.LifoQueue[memoryview] = queue.LifoQueue()
         for _ in range(max_calls):
             self._scratch.put(aligned_buffer(resp.SCRATCH_BYTES)[: resp.SCRATCH_BYTES])
+        on_fork(self._let_go)
 
     @property
     def running(self) -> int:
@@ -122,6 +125,8 @@ class Calls:
 
     def close(self) -> None:
         """Reject new calls, wait for running ones, and close the connections."""
+        if self._closed:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -136,6 +141,15 @@ class Calls:
             for exchange in exchanges:
                 self._close_connection(pool, exchange)
         self.servers.close()
+
+    def _let_go(self) -> None:
+        """In a forked child: close the child's descriptors. Replies on them are the parent's."""
+        self._closed, self._closed_reason = True, f"the tier was {INHERITED}"
+        make_unusable(self, "_lock", error=TierError)
+        for exchanges in self._idle.values():
+            for exchange in exchanges:
+                exchange.let_go()
+        self._idle.clear()
 
     def _send_batch(
         self,
@@ -250,7 +264,7 @@ class Calls:
     def _take_scratch(self) -> Iterator[memoryview]:
         """A scratch buffer. A call needs one before it uses a connection."""
         if self._closed:
-            raise TierError("the tier is closed")
+            raise TierError(self._closed_reason)
         try:
             scratch = self._scratch.get(timeout=self._timeout_s)
         except queue.Empty:

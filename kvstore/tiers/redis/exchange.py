@@ -59,6 +59,10 @@ class Exchange:
         self._scratch = scratch
         self._deadline = time.monotonic() + self._timeout_s + nbytes / MIN_BYTES_PER_S
 
+    def let_go(self) -> None:
+        """In a forked child: close the descriptor, and send nothing."""
+        self._socket.close()
+
     def fileno(self) -> int:
         """The socket's descriptor, for poll."""
         return self._socket.fileno()

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from email.message import Message
 from typing import Final
 
+from kvstore.errors import TierError
+from kvstore.forks import make_unusable, on_fork
 from kvstore.tiers.s3 import faults
 
 SEND_BYTES: Final = 1 << 20
@@ -65,6 +67,7 @@ class HttpPool:
         self._lock = threading.Lock()
         self._idle: list[tuple[http.client.HTTPConnection, float]] = []
         self._closed = False
+        on_fork(self._let_go)
 
     def exchange(
         self,
@@ -109,9 +112,19 @@ class HttpPool:
 
     def close(self) -> None:
         """Close idle connections. A connection in use is closed after its exchange."""
+        if self._closed:
+            return
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
+        for connection, _ in idle:
+            connection.close()
+
+    def _let_go(self) -> None:
+        """In a forked child: close the child's descriptors. Replies on them are the parent's."""
+        self._closed = True
+        make_unusable(self, "_lock", error=TierError)
+        idle, self._idle = self._idle, []
         for connection, _ in idle:
             connection.close()
 

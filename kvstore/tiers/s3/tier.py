@@ -16,6 +16,7 @@ from typing import Final
 
 from kvstore.blocks.key import Key
 from kvstore.errors import FrameTooLarge, TierError, TierFull, TierUnavailable
+from kvstore.forks import make_unusable, on_fork
 from kvstore.tiers.base import IO_ALIGNMENT, Tier
 from kvstore.tiers.s3 import layout
 from kvstore.tiers.s3.client import Client
@@ -82,6 +83,7 @@ class S3Tier(Tier):
             linger_s=linger_s,
         )
         self._reconciler = Reconciler(self._index, self._objects, self._lock, rules)
+        on_fork(self._let_go)
         self._reconciler.start(OPEN_TIMEOUT_S)
 
     # ------------------------------------------------------------------ operations
@@ -179,6 +181,8 @@ class S3Tier(Tier):
             }
 
     def close(self) -> None:
+        if self._closed:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -191,6 +195,11 @@ class S3Tier(Tier):
         self._client.close()
 
     # ------------------------------------------------------------------ internals
+
+    def _let_go(self) -> None:
+        """In a forked child: every call fails at once."""
+        self._closed = True
+        make_unusable(self, "_lock", error=TierError)
 
     def _upload(self, group: Group) -> None:
         """Upload a group and add it to the index. The packer calls this."""

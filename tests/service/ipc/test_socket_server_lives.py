@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_rig import IGNORE_FORK_WARNING, in_child
 from sidecar_rig import (
     LIMIT_S,
     NAMESPACE,
@@ -33,6 +34,8 @@ from kvstore.service.ipc.socket_server import SocketServer
 from kvstore.service.ipc.sockets import Peer, listen
 from kvstore.shm.slab import Slab
 from kvstore.store.store import Store
+
+pytestmark = pytest.mark.filterwarnings(IGNORE_FORK_WARNING)
 
 HASHES = hashes_of("lives", 4)
 
@@ -104,6 +107,29 @@ def test_an_invalid_commit_keeps_the_lease(sidecar: ForkedSidecar) -> None:
     assert sidecar.stats()["l2"]["slots_leased"] == 4
     raw.end()
     wait_until(lambda: sidecar.stats()["l2"]["slots_leased"] == 0, "its leases are released")
+    assert sidecar.stop() == 0
+
+
+def test_only_the_process_that_connected_is_heard(sidecar: ForkedSidecar) -> None:
+    """A forked child has the socket too. What it sends is dropped, wherever it comes in between."""
+    raw = RawClient(sidecar.socket)
+    slots = raw.save(1, HASHES)
+    ping = pack(MessageType.PING, 7)
+    for message in (
+        pack(MessageType.GOODBYE),
+        pack(MessageType.RELEASE, 1),
+        pack(MessageType.COMMIT, 1, len(slots)),
+        b"\xff" * 1000,
+    ):
+        raw.sock.sendall(ping[:5])
+        in_child(lambda message=message: raw.sock.sendall(message))
+        raw.sock.sendall(ping[5:])
+        assert raw.receiver.read() == [MessageType.PONG, 7]
+    assert filling(sidecar) == 4
+    assert sidecar.stats()["service"]["foreign_bytes"] > 1000
+    raw.sock.sendall(pack(MessageType.GOODBYE))
+    wait_until(lambda: filling(sidecar) == 0, "its slots are free")
+    raw.end()
     assert sidecar.stop() == 0
 
 

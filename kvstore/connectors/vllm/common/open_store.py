@@ -14,6 +14,7 @@ from kvstore.config.renamed import refuse_key
 from kvstore.config.settings import suggest
 from kvstore.connectors.vllm.common.settings import StoreSettings
 from kvstore.errors import ConfigError
+from kvstore.forks import on_fork
 from kvstore.interface import BlockStore
 from kvstore.ipc.client import Client
 
@@ -36,6 +37,7 @@ class EmbeddedStores:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stores: dict[str, tuple[Store, int]] = {}
+        on_fork(self._let_go)
 
     def session(
         self, engine: str, arguments: Mapping[str, Any], namespace: Namespace
@@ -48,17 +50,24 @@ class EmbeddedStores:
 
         def close() -> None:
             session.close()
-            self._close_session(engine)
+            self._close_session(engine, store)
 
         return StoreHandle(session, close)
 
-    def _close_session(self, engine: str) -> None:
+    def _close_session(self, engine: str, store: Store) -> None:
         with self._lock:
-            store, sessions = self._stores.pop(engine)
+            opened, sessions = self._stores.get(engine, (None, 0))
+            if opened is not store:
+                return  # inherited by a forked child: the parent closes it
+            del self._stores[engine]
             if sessions > 1:
                 self._stores[engine] = (store, sessions - 1)
                 return
         store.close()
+
+    def _let_go(self) -> None:
+        """In a forked child: forget the parent's stores, so that an engine here opens its own."""
+        self._lock, self._stores = threading.Lock(), {}
 
 
 EMBEDDED = EmbeddedStores()
