@@ -427,3 +427,15 @@ def _read_environment() -> dict[str, Any]:
 def hash_seed() -> str | None:
     """Return the seed of vLLM's xxhash chains. None: each process uses its own random bytes."""
     return os.environ.get("PYTHONHASHSEED")
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of files that kvstore can make again: `$XDG_CACHE_HOME/kvstore`, or
+    `~/.cache/kvstore`. None: this user has no home."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):  # the specification ignores other values
+        return Path(named) / "kvstore"
+    try:
+        return Path.home() / ".cache" / "kvstore"
+    except RuntimeError:
+        return None

@@ -188,8 +188,9 @@ class GGUFFile:
         Raises:
             ConfigError: its quantisation cannot be decoded.
         """
-        info = self.tensors[name]
-        return np.frombuffer(self._view, np.uint8, info.nbytes, info.offset), self.tensor(name)
+        # A copy: the digest must be of the bytes that are used, even if the mapped file changes.
+        raw = self._raw(name).copy()
+        return raw, self._decode(name, raw)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor dequantised to float32.
@@ -197,9 +198,15 @@ class GGUFFile:
         Raises:
             ConfigError: its quantisation cannot be decoded.
         """
+        return self._decode(name, self._raw(name))
+
+    def _raw(self, name: str) -> npt.NDArray[np.uint8]:
+        info = self.tensors[name]
+        return np.frombuffer(self._view, np.uint8, info.nbytes, info.offset)
+
+    def _decode(self, name: str, raw: npt.NDArray[np.uint8]) -> torch.Tensor:
         info = self.tensors[name]
         per, each = gguf.GGML_QUANT_SIZES[info.kind]
-        raw = np.frombuffer(self._view, np.uint8, info.nbytes, info.offset)
         if info.kind == gguf.GGMLQuantizationType.F32:
             return torch.from_numpy(raw.view(np.float32).reshape(info.shape).copy())
         if info.kind == gguf.GGMLQuantizationType.F16:

@@ -150,7 +150,8 @@ class HFFolder(TokenizerFolder):
         Raises:
             ConfigError: it is quantised (not float32, bfloat16 or float16).
         """
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        # A copy: the digest must be of the bytes that are used, even if the mapped file changes.
+        tensor: torch.Tensor = self._where[name].get_tensor(name).clone()
         if tensor.dtype not in _FLOATS:
             raise ConfigError(
                 f"{self.path}: tensor {name!r} has dtype {tensor.dtype}; use float32, bfloat16 or "

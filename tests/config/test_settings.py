@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from kvstore.config.settings import Section, Settings, suggest, validate
+from kvstore.config.settings import Section, Settings, cache_folder, suggest, validate
 from kvstore.config.units import parse_ms
 from kvstore.errors import ConfigError
 
@@ -185,3 +185,14 @@ def key_paths(model: type[BaseModel]) -> Iterator[str]:
 
 def test_there_are_not_too_many_key_paths() -> None:
     assert len(list(key_paths(Settings))) <= MAX_KEYS
+
+
+def test_the_cache_folder_follows_the_xdg_specification(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "kvstore"
+    for ignored in ("", "relative/cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert cache_folder() == tmp_path / "home" / ".cache" / "kvstore"

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -281,7 +282,59 @@ def test_names_of_model_and_weights(tmp_path: Any) -> None:
     assert revision_of(silent, None) == ""
     assert revision_of(silent, SimpleNamespace(**{**vars(args), "dtype": "float16"})) != first
     (tmp_path / "model.safetensors").write_bytes(bytes(999) + b"\1")
-    assert revision_of(silent, args) != first
+    changed = revision_of(silent, args)
+    assert changed != first
+    (tmp_path / "config.json").write_text('{"rope_theta": 5e5}')
+    assert revision_of(silent, args) != changed
+
+
+def test_weights_without_identity_need_a_revision(tmp_path: Path) -> None:
+    """A folder without weights, weights of a process or an object store, a branch that moves."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "model.safetensors").write_bytes(bytes(1000))
+    full = str(tmp_path / "full")
+    unlike: list[dict[str, Any]] = [
+        {"model_path": str(tmp_path)},
+        {"model_path": full, "load_format": "remote_instance"},
+        {"model_path": full, "load_format": "npcache"},
+        {"model_path": "s3://bucket/model"},
+        {"model_path": "org/model", "download_dir": full},
+        {"model_path": "org/model", "download_dir": full, "revision": "v1.0"},
+    ]
+    for over in unlike:
+        with pytest.raises(ConfigError, match='set "revision"') as caught:
+            revision_of(backend_settings({}), SimpleNamespace(**over))
+        assert "\n" not in str(caught.value)
+        assert revision_of(backend_settings({"revision": "r7"}), SimpleNamespace(**over)) == "r7"
+    commit = "0123456789abcdef" * 2 + "01234567"
+    named = SimpleNamespace(model_path="org/model", download_dir=full, revision=commit)
+    assert revision_of(backend_settings({}), named).startswith(f"{commit[:16]}-")
+
+
+def test_a_model_of_the_hub_is_its_commit_unless_it_was_edited(tmp_path: Path) -> None:
+    commit = "0123456789abcdef" * 2 + "01234567"
+    repository = tmp_path / "models--org--model"
+    snapshot = repository / "snapshots" / commit
+    for folder in (snapshot, repository / "blobs", repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    config, weights = b"{}", bytes(1000)
+    names = {
+        "config.json": (config, hashlib.sha1(b"blob %d\0" % len(config) + config).hexdigest()),
+        "model.safetensors": (weights, hashlib.sha256(weights).hexdigest()),
+    }
+    for name, (content, digest) in names.items():
+        (repository / "blobs" / digest).write_bytes(content)
+        (snapshot / name).symlink_to(f"../../blobs/{digest}")
+    main = SimpleNamespace(model_path="org/model", download_dir=str(tmp_path))
+    silent = backend_settings({})
+    assert revision_of(silent, main).startswith(f"{commit[:16]}-")
+    for name, (content, _) in names.items():
+        (snapshot / name).write_bytes(content + b" ")
+        assert not revision_of(silent, main).startswith(commit[:16]), name
+        (snapshot / name).write_bytes(content)
+    assert revision_of(silent, main).startswith(f"{commit[:16]}-")
 
 
 def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:

@@ -35,6 +35,7 @@ from kvstore.connectors.vllm.connector.namespace import (
 from kvstore.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings(IGNORE_FORK_WARNING)
+COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
 class FullAttentionSpec(SimpleNamespace):
@@ -76,7 +77,7 @@ def a_config(*specs: Any, hash_block_size: int = 32, layers: int = 4) -> Any:
 
 def a_model(**over: Any) -> HfConfig:
     """Its configuration, of a repository of the hub."""
-    return HfConfig(hidden_size=8, _commit_hash="0123456789abcdef0123", **over)
+    return HfConfig(hidden_size=8, _commit_hash=COMMIT, **over)
 
 
 def an_items(cache_gb: float, **over: Any) -> Any:
@@ -119,7 +120,7 @@ def test_the_namespace_says_what_the_tensors_are() -> None:
     )  # fmt: skip
     assert (namespace.layers, namespace.kv_heads, namespace.head_dim) == (4, 2, 64)
     assert namespace.block_bytes == 4 * 2 * 32 * 128 * 2
-    assert namespace.revision.startswith("0123456789abcdef-")
+    assert namespace.revision.startswith(f"{COMMIT[:16]}-")
 
 
 def test_whatever_changes_the_bytes_changes_the_namespace() -> None:
@@ -133,7 +134,7 @@ def test_whatever_changes_the_bytes_changes_the_namespace() -> None:
     digests = [
         digest(),
         digest(an_engine(model={"model": "org/other"})),
-        digest(an_engine(model={"hf_config": HfConfig(hidden_size=8, _commit_hash="ffff")})),
+        digest(an_engine(model={"hf_config": HfConfig(hidden_size=8, _commit_hash="f" * 40)})),
         digest(an_engine(model={"hf_config": a_model(rope_theta=1e6)})),
         digest(an_engine(model={"quantization": "awq"})),
         digest(an_engine(model={"hf_config": long})),
@@ -246,11 +247,11 @@ def test_weights_without_identity_need_a_revision(tmp_path: Path) -> None:
 
 def test_the_commit_is_of_the_weights_not_of_the_configuration() -> None:
     class Resolved(str):
-        resolved = "fedcba9876543210fedc"
+        resolved = COMMIT[::-1]
 
     model = {"revision": Resolved("main"), "hf_config_path": "org/config"}
     (namespace,) = namespaces_of(an_engine(model=model), a_config(a_spec()), StoreSettings())
-    assert namespace.revision.startswith("fedcba9876543210-")
+    assert namespace.revision.startswith(f"{COMMIT[::-1][:16]}-")
 
 
 def test_how_a_folder_prepares_sounds_is_part_of_the_namespace(tmp_path: Path) -> None:

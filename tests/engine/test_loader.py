@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -13,10 +14,11 @@ import naive_model as naive
 import numpy as np
 import pytest
 import torch
+from end_to_end_rig import Baseline, CachedEngine, PromptRequest, check_slots_free, make_store
 from safetensors.torch import save_file
 
 from kvstore.engine.gguf_file import GGUFFile
-from kvstore.engine.hf_folder import config_from_hf
+from kvstore.engine.hf_folder import HFFolder, config_from_hf
 from kvstore.engine.loader import LoadedModel, load_model, random_model
 from kvstore.engine.runner import Runner, StepRow
 from kvstore.errors import ConfigError
@@ -164,6 +166,73 @@ def test_a_change_that_does_not_affect_kv_keeps_the_namespace(folder: Path) -> N
     assert loaded.config.eos_ids == (5, 6)
     assert (before.layers, before.kv_heads, before.head_dim) == (2, 2, 16)
     assert before.dtype == "float32"
+
+
+def change_in_place(file: Path, start: int, nbytes: int) -> None:
+    """Change float32 weights. The file keeps its size and its time."""
+    before = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(start)
+        values = np.frombuffer(opened.read(nbytes), np.float32)
+        opened.seek(start)
+        opened.write((-4 * values).tobytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def place_of(file: Path, name: str) -> int:
+    """Position of a tensor in a safetensors file."""
+    data = file.read_bytes()
+    header_bytes = int.from_bytes(data[:8], "little")
+    entry = json.loads(data[8 : 8 + header_bytes])[name]
+    return 8 + header_bytes + int(entry["data_offsets"][0])
+
+
+def test_three_kibibytes_of_a_projection_changed_in_place(folder: Path, tmp_path: Path) -> None:
+    """Over a store with blocks of the old weights, an engine of the new ones computes all."""
+    prompts = [PromptRequest(tuple(some_tokens(70)[at:].tolist())) for at in (0, 3)]
+
+    def run() -> tuple[list[int], list[list[int]]]:
+        """Cached tokens, and outputs, which are those of an engine without a store."""
+        loaded = load_model(folder, device="cpu")
+        engine, cold = CachedEngine(loaded, store), Baseline(loaded)
+        outputs = [engine.run([prompt])[0] for prompt in prompts]
+        engine.close()
+        assert [output.tokens for output in outputs] == [cold.tokens(each) for each in prompts]
+        return [sum(each.cached.values()) for each in outputs], [each.tokens for each in outputs]
+
+    store = make_store(tmp_path / "disk", load_model(folder, device="cpu"))
+    assert run()[0] == [0, 0]
+    cached, old = run()
+    assert cached == [64, 64]
+    file = folder / "model.safetensors"
+    change_in_place(file, place_of(file, "model.layers.0.self_attn.k_proj.weight"), 3072)
+    cached, new = run()
+    assert cached == [0, 0]
+    assert new != old
+    check_slots_free(store)
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+def test_a_file_that_changes_while_it_is_read(folder: Path, tmp_path: Path, kind: str) -> None:
+    """The digest is of the bytes that are used: neither is read from the mapped file again."""
+    name = "model.layers.0.self_attn.v_proj.weight"
+    if kind == "folder":
+        source: HFFolder | GGUFFile = HFFolder(folder)
+        file = folder / "model.safetensors"
+        start, stored = place_of(file, name), name
+    else:
+        raw = naive.raw_config("llama")
+        file = naive.write_gguf(tmp_path / "m.gguf", raw, naive.make_weights(raw, seed=1))
+        source = GGUFFile(file)
+        stored = source.name_of(name)
+        start = source.tensors[stored].offset
+    digested, used = source.read(stored)
+    before = digested.tobytes(), used.numpy().tobytes()
+    change_in_place(file, start, 3072)
+    assert (digested.tobytes(), used.numpy().tobytes()) == before
+    assert source.read(stored)[0].tobytes() != before[0], "the file is mapped"
 
 
 def test_stored_half_precision_is_widened(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Run by the Python that has torch and safetensors: `python tiny_models.py FOLDER 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -111,6 +112,25 @@ def write_model(folder: Path, family: str, seed: int) -> None:
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     (folder / "generation_config.json").write_text(json.dumps(special))
     write_tokenizer(folder)
+
+
+def change_weights(folder: Path, tensor: str, nbytes: int) -> None:
+    """Change `nbytes` of one float32 tensor in place. The file keeps its size and its time."""
+    import numpy as np
+
+    file = folder / "model.safetensors"
+    before = file.stat()
+    with file.open("r+b") as opened:
+        header_bytes = int.from_bytes(opened.read(8), "little")
+        start, end = json.loads(opened.read(header_bytes))[tensor]["data_offsets"]
+        assert end - start >= nbytes
+        place = 8 + header_bytes + start
+        opened.seek(place)
+        values = np.frombuffer(opened.read(nbytes), np.float32)
+        opened.seek(place)
+        opened.write((-4 * values).tobytes())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
 def write_adapter(folder: Path, seed: int, rank: int = 8) -> None:

@@ -1,6 +1,6 @@
 """Identifies the weights that vLLM computes with: different weights must not share blocks.
 
-A model on the hub has a commit. A local folder has a fingerprint (`weights_digest`).
+A model on the hub has a commit. A local folder has a fingerprint. `weights_digest` has both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.connectors.common.weights_digest import fingerprint, has_weights
+from kvstore.connectors.common.weights_digest import (
+    FILE_FORMATS,
+    has_weights,
+    is_commit,
+    loaded_commit_id,
+    loaded_weights_id,
+)
 from kvstore.errors import ConfigError
 
 STATIC_ROPES: Final = ("default", "linear", "llama3", "yarn", "mrope")
@@ -55,22 +61,23 @@ def revision_of(vllm_config: Any, revision: str = "") -> str:
     elif load_format.endswith("dummy"):
         weights = "dummy"
     else:
-        weights = _weights_of(model, load_format)
+        weights = _weights_of(model, vllm_config.load_config, load_format)
     return f"{weights}-{config_digest(model)}"
 
 
-def _weights_of(model: Any, load_format: str) -> str:
+def _weights_of(model: Any, load: Any, load_format: str) -> str:
     path = Path(model.model)
-    elsewhere = load_format == "tensorizer" or bool(getattr(model, "model_weights", ""))
+    elsewhere = load_format not in FILE_FORMATS or bool(getattr(model, "model_weights", ""))
     if not elsewhere and path.exists() and has_weights(path):
-        return fingerprint(path)
+        return loaded_weights_id(path)
     commit = None if elsewhere or path.exists() else _commit_of(model)
-    if commit is None:
+    if commit is None or not is_commit(commit):
         raise ConfigError(
-            f"cannot identify the weights of {model.model!r} (no hub commit, no local files); set "
-            '"revision" in kv_connector_extra_config to a string that changes with the weights'
+            f"cannot identify the weights of {model.model!r} (load_format {load_format!r}, no hub "
+            'commit, no local files); set "revision" in kv_connector_extra_config to a string that '
+            "changes with the weights"
         )
-    return commit[:16]
+    return loaded_commit_id(model.model, commit, getattr(load, "download_dir", None))
 
 
 def _commit_of(model: Any) -> str | None:
@@ -92,7 +99,7 @@ def identity_of_name(name: str) -> tuple[str, str]:
     if not has_weights(path):
         return path.name, ""
     digest = _digest_of_files(path, ("config.json", *PROCESSOR_FILES))
-    return path.name, f"{fingerprint(path)}-{digest}"
+    return path.name, f"{loaded_weights_id(path)}-{digest}"
 
 
 def config_digest(model_config: Any) -> str:
