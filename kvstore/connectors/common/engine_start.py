@@ -24,7 +24,8 @@ def engine_start_s() -> float | None:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return None
-    return ticks / os.sysconf("SC_CLK_TCK")
+    start_s = ticks / os.sysconf("SC_CLK_TCK")
+    return start_s if 0 < start_s <= boot_clock_s() else None  # else a sandbox's own /proc
 
 
 def boot_clock_s() -> float:

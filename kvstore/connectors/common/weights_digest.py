@@ -110,7 +110,7 @@ def loaded_commit_id(
     repository: str, commit: str, download_dir: str | None = None, others: Sequence[str] = ()
 ) -> str:
     """Identity of the weights that this engine has loaded from the hub: 16 digits of the commit if
-    the local files are the commit's, or if there are none here; else as `loaded_weights_id`.
+    the local files are the commit's, or if this machine has no copy; else as `loaded_weights_id`.
 
     download_dir: the hub's cache. None: the default one.
 
