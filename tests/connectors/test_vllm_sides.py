@@ -62,6 +62,8 @@ class FakeRequest:
     block_hashes: Sequence[bytes]
     skip_reading_prefix_cache: bool = False
     lora_request: Any = None
+    prompt_embeds: Any = None
+    prompt_token_ids: Sequence[int] | None = ()
 
 
 def request(name: str = "r", tokens: int = 4 * BLOCK + 1, tag: int = 0) -> FakeRequest:
