@@ -286,6 +286,18 @@ def test_ranks_have_namespaces_of_their_own_unless_they_hold_the_same() -> None:
             a_config(a_spec()),
             "non-causal",
         ),
+        (
+            {
+                "model": {
+                    "trust_remote_code": True,
+                    "code_revision": None,
+                    "using_transformers_backend": lambda: True,
+                    "hf_config": a_model(auto_map={"AutoModel": "org/code--modeling.Model"}),
+                }
+            },
+            a_config(a_spec()),
+            "set --code-revision",
+        ),
         ({"others": {"diffusion_config": object()}}, a_config(a_spec()), "diffusion"),
         ({"parallel": {"enable_elastic_ep": True}}, a_config(a_spec()), "enable_elastic_ep"),
         ({"model": {"is_prefix_caching_supported": False}}, a_config(a_spec()), "MEAN"),

@@ -12,12 +12,13 @@ from typing import Any, Final
 from kvstore.blocks.hashing import ALGORITHMS
 from kvstore.blocks.key import Namespace
 from kvstore.connectors.vllm.common.kv_settings import compute_dtype, kv_settings, settings_digest
-from kvstore.connectors.vllm.common.refusals import (
+from kvstore.connectors.vllm.common.settings import StoreSettings
+from kvstore.connectors.vllm.common.unsupported import (
     check_causal,
     check_multimodal,
     check_prefix_caching,
+    check_remote_code,
 )
-from kvstore.connectors.vllm.common.settings import StoreSettings
 from kvstore.connectors.vllm.common.weights_id import model_id, revision_of
 from kvstore.errors import ConfigError
 from kvstore.kernels import BlockFormat
@@ -159,6 +160,7 @@ def namespaces_of(
     check_parallel(vllm_config.parallel_config)
     check_prefix_caching(vllm_config.model_config)
     check_multimodal(vllm_config)
+    check_remote_code(vllm_config.model_config)
     group = single_group(kv_cache_config)
     check_causal(vllm_config, kv_cache_config)
     spec = group.kv_cache_spec

@@ -51,6 +51,20 @@ def check_causal(vllm_config: Any, kv_cache_config: Any) -> None:
     )
 
 
+def check_remote_code(model_config: Any) -> None:
+    """Raises ConfigError: the model's code is in another repository than its weights, at an unknown
+    revision. Only vLLM's Transformers backend runs such code."""
+    if not getattr(model_config, "trust_remote_code", False) or model_config.code_revision:
+        return
+    classes = (getattr(model_config.hf_config, "auto_map", None) or {}).values()
+    elsewhere = [each for each in map(str, classes) if "--" in each]
+    if elsewhere and model_config.using_transformers_backend():
+        raise ConfigError(
+            f"cannot identify the code of {model_config.model!r}, which is in another repository "
+            f"({elsewhere[0]}); set --code-revision to a commit of it"
+        )
+
+
 def check_tokens_only(model_config: Any) -> None:
     """Raises ConfigError: prompts may have embeddings.
 
