@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from kvstore.connectors.reference.hooks import ReferenceHooks
-from kvstore.engine.loader import random_model
+from kvstore.engine.loader import LoadedModel, random_model
 from kvstore.engine.loop import Engine
 from kvstore.engine.runner import Runner
 from kvstore.kernels import BlockFormat
@@ -25,10 +26,12 @@ LOADED = random_model(5, layers=2, hidden=64, heads=4, kv_heads=2, vocab=97, dev
 PROMPT = np.random.default_rng(0).integers(0, 97, 45).tolist()
 
 
-def generate(store: Store, form: BlockFormat) -> tuple[Any, dict[str, Any]]:
+def generate(
+    store: Store, form: BlockFormat, loaded: LoadedModel = LOADED
+) -> tuple[Any, dict[str, Any]]:
     """A new engine over the store: its answer, and the counts of its hooks."""
-    session = store.session(form.namespace(LOADED.namespace(BLOCK_TOKENS)))
-    runner = Runner(LOADED, NUM_PAGES, PAGE_TOKENS)
+    session = store.session(form.namespace(loaded.namespace(BLOCK_TOKENS)))
+    runner = Runner(loaded, NUM_PAGES, PAGE_TOKENS)
     hooks = ReferenceHooks(
         session,
         runner.pool,
@@ -38,7 +41,7 @@ def generate(store: Store, form: BlockFormat) -> tuple[Any, dict[str, Any]]:
         min_load_tokens=0,
     )
     engine = Engine(
-        LOADED, num_pages=NUM_PAGES, page_tokens=PAGE_TOKENS, hooks=hooks, runner=runner
+        loaded, num_pages=NUM_PAGES, page_tokens=PAGE_TOKENS, hooks=hooks, runner=runner
     )
     [output] = engine.generate([PROMPT], max_tokens=6, ignore_eos=True)
     engine.check()
@@ -63,6 +66,25 @@ def test_any_order_and_planes_change_nothing(order: str, storage: str) -> None:
     assert (cold.cached.get("l2", 0), hit.cached["l2"]) == (0, 40)
     assert hit.tokens == cold.tokens
     assert "kv_int8" not in stats
+    store.close()
+
+
+@pytest.mark.parametrize("storage", ["plain", "planes", "int8"])
+def test_kv_that_another_dtype_computed_is_not_used(storage: str) -> None:
+    """The same weights, and blocks of the same size, in two dtypes."""
+    form, store = BlockFormat(storage=storage), make_store(BlockFormat())
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "vocab": 97}
+    models = [
+        random_model(5, dtype=dtype, device="cpu", **sizes) for dtype in ("float16", "bfloat16")
+    ]
+    cold = []
+    for loaded in models:
+        with contextlib.closing(make_store(form)) as empty:
+            cold.append(generate(empty, form, loaded)[0])
+    found = [generate(store, form, loaded)[0] for loaded in models]
+    assert [each.cached.get("l2", 0) for each in found] == [0, 0]
+    assert [each.tokens for each in found] == [each.tokens for each in cold]
+    assert generate(store, form, models[1])[0].cached["l2"] == 40, "its own"
     store.close()
 
 

@@ -14,15 +14,17 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from fork_rig import IGNORE_FORK_WARNING, in_child
 from hypothesis import given
 from hypothesis import settings as given_settings
 from hypothesis import strategies as st
-from sglang_rig import config
+from sglang_rig import HostMemory, config
 
 from kvstore.connectors.sglang.calls import GuardedCalls
 from kvstore.connectors.sglang.copies import Copies, Extents
-from kvstore.connectors.sglang.model_identity import model_of, revision_of
+from kvstore.connectors.sglang.model_identity import compute_dtype, model_of, revision_of
+from kvstore.connectors.sglang.namespace import EXTENTS, HostPool, namespace_of
 from kvstore.connectors.sglang.page_pool import hashes_of
 from kvstore.connectors.sglang.restorable import kv_prefixes, trailing_lengths
 from kvstore.connectors.sglang.settings import (
@@ -267,6 +269,27 @@ def test_hits_of_several_pools_are_what_all_can_serve() -> None:
     assert hits.pages == 0
     assert "swa" not in hits.by_pool
     assert kv_prefixes("kv", 0).by_pool == {}
+
+
+def test_pages_of_one_dtype_that_two_dtypes_computed_differ() -> None:
+    def layout(dtype: torch.dtype, computed: str) -> str:
+        host = HostPool(HostMemory(4, dtype=dtype), "kv")
+        return namespace_of(
+            host, config(), EXTENTS, model="m", revision="r", compute_dtype=computed
+        ).layout
+
+    assert layout(torch.bfloat16, "bfloat16") == layout(torch.bfloat16, "")
+    fp8 = torch.float8_e4m3fn
+    for dtype in (torch.bfloat16, fp8):
+        assert len({layout(dtype, name) for name in ("", "float16", "float32")}) == 3
+    assert layout(fp8, "bfloat16").endswith(";computed=bfloat16")
+
+
+def test_the_computing_dtype_is_as_sglang_resolved_it_or_the_argument() -> None:
+    resolved = SimpleNamespace(dtype=torch.bfloat16)
+    assert compute_dtype(SimpleNamespace(dtype="auto", _model_config=resolved)) == "bfloat16"
+    assert compute_dtype(SimpleNamespace(dtype="half")) == "float16"
+    assert compute_dtype(SimpleNamespace(dtype="auto")) == compute_dtype(None) == ""
 
 
 def test_names_of_model_and_weights(tmp_path: Any) -> None:

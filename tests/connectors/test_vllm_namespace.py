@@ -15,6 +15,7 @@ from fork_rig import IGNORE_FORK_WARNING, in_child
 from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, hashes_of, put
 
 import kvstore
+from kvstore.blocks.key import Namespace
 from kvstore.connectors.common.pending_lookups import ROUND_TRIP_MS
 from kvstore.connectors.common.weights_digest import fingerprint
 from kvstore.connectors.vllm.common.open_store import EMBEDDED, open_store
@@ -95,12 +96,14 @@ def an_engine(**over: Any) -> Any:
     }
     model = {
         "model": "org/model",
+        "dtype": "torch.bfloat16",
         "revision": None,
         "quantization": None,
         "max_model_len": 4096,
         "hf_config": a_model(),
     }
     load_format = over.pop("load_format", "auto")
+    others = over.pop("others", {})
     for section, values in (("parallel", parallel), ("cache", cache), ("model", model)):
         values.update(over.pop(section, {}))
     assert not over
@@ -110,6 +113,7 @@ def an_engine(**over: Any) -> Any:
         model_config=SimpleNamespace(**model),
         load_config=SimpleNamespace(load_format=load_format),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"),
+        **others,
     )
 
 
@@ -154,6 +158,80 @@ def test_whatever_changes_the_bytes_changes_the_namespace() -> None:
     ]
     assert len(set(digests)) == len(digests)
     assert digest(an_engine(model={"max_model_len": 8192})) == digest()
+
+
+def test_engines_with_default_settings_still_find_what_earlier_releases_stored() -> None:
+    (namespace,) = namespaces_of(an_engine(), a_config(a_spec()), StoreSettings())
+    assert namespace.digest == "00a160e76af5e1c311d25dc070128676"
+
+
+def a_drafter(method: str = "eagle3", **over: Any) -> Any:
+    """vLLM's configuration of speculative decoding. over: fields of the drafter's model."""
+    draft = {
+        "model": "org/drafter",
+        "dtype": "torch.bfloat16",
+        "revision": None,
+        "max_model_len": 4096,
+        "hf_config": a_model(),
+    }
+    return SimpleNamespace(
+        method=method,
+        num_speculative_tokens=2,
+        draft_model_config=SimpleNamespace(**{**draft, **over}),
+        draft_parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+
+
+def test_the_drafter_of_speculative_decoding_is_part_of_the_namespace() -> None:
+    def digest(speculative: Any, revision: str = "") -> str:
+        engine = an_engine(others={"speculative_config": speculative})
+        settings = StoreSettings(revision=revision)
+        return namespaces_of(engine, a_config(a_spec()), settings)[0].digest
+
+    other_weights = HfConfig(hidden_size=8, _commit_hash="ffff0123456789abcdef")
+    more_tokens = a_drafter()
+    more_tokens.num_speculative_tokens = 3
+    digests = [
+        digest(None),
+        digest(a_drafter()),
+        digest(a_drafter("eagle")),
+        digest(more_tokens),
+        digest(a_drafter(model="org/other")),
+        digest(a_drafter(hf_config=other_weights)),
+        digest(a_drafter(hf_config=a_model(rope_theta=1e6))),
+        digest(a_drafter(dtype="torch.float16")),
+    ]
+    assert len(set(digests)) == len(digests)
+    for without_kv in ("ngram", "suffix", "medusa"):
+        assert digest(a_drafter(without_kv)) == digest(None)
+    unknown = a_drafter(hf_config=HfConfig(hidden_size=8))
+    with pytest.raises(ConfigError, match=r"'org/drafter'.*set \"revision\""):
+        digest(unknown)
+    assert digest(unknown, "mine") != digest(None, "mine"), "the user's revision covers it"
+
+
+def test_the_dtype_that_computed_is_named_where_it_is_not_the_kvs() -> None:
+    def found(dtype: str, spec: Any, cache_dtype: str = "auto") -> Namespace:
+        engine = an_engine(model={"dtype": dtype}, cache={"cache_dtype": cache_dtype})
+        return namespaces_of(engine, a_config(spec), StoreSettings())[0]
+
+    half = a_spec(dtype="torch.float16")
+    fp8 = a_spec(dtype="torch.uint8", kv_quant_mode=SimpleNamespace(name="FP8_PER_TENSOR"))
+    namespaces = [
+        found("torch.float16", half, "float16"),
+        found("torch.bfloat16", half, "float16"),
+        found("torch.float32", half, "float16"),
+        found("torch.bfloat16", fp8, "fp8"),
+        found("torch.float16", fp8, "fp8"),
+    ]
+    assert [each.quantisation for each in namespaces] == [
+        "none",
+        "none+computed-bfloat16",
+        "none+computed-float32",
+        "none+computed-bfloat16",
+        "none+computed-float16",
+    ]
+    assert len({each.digest for each in namespaces}) == 5
 
 
 def test_fp8_is_named_by_its_kind() -> None:
@@ -203,6 +281,25 @@ def test_ranks_have_namespaces_of_their_own_unless_they_hold_the_same() -> None:
         ({}, a_config(a_spec(state_content_bytes=9)), "packed"),
         ({}, a_config(a_spec(tokens_per_state=4)), "packed"),
         ({}, a_config(a_spec(non_causal=True)), "non-causal"),
+        (
+            {"others": {"attention_config": SimpleNamespace(use_non_causal=True)}},
+            a_config(a_spec()),
+            "non-causal",
+        ),
+        (
+            {
+                "model": {
+                    "trust_remote_code": True,
+                    "code_revision": None,
+                    "using_transformers_backend": lambda: True,
+                    "hf_config": a_model(auto_map={"AutoModel": "org/code--modeling.Model"}),
+                }
+            },
+            a_config(a_spec()),
+            "set --code-revision",
+        ),
+        ({"others": {"diffusion_config": object()}}, a_config(a_spec()), "diffusion"),
+        ({"parallel": {"enable_elastic_ep": True}}, a_config(a_spec()), "enable_elastic_ep"),
         ({"model": {"is_prefix_caching_supported": False}}, a_config(a_spec()), "MEAN"),
         (
             {

@@ -62,6 +62,8 @@ class FakeRequest:
     block_hashes: Sequence[bytes]
     skip_reading_prefix_cache: bool = False
     lora_request: Any = None
+    prompt_embeds: Any = None
+    prompt_token_ids: Sequence[int] | None = ()
 
 
 def request(name: str = "r", tokens: int = 4 * BLOCK + 1, tag: int = 0) -> FakeRequest:
@@ -326,6 +328,31 @@ def test_full_blocks_are_saved_once_as_prefill_and_decode_fill_them() -> None:
     third = rig.next_step([("r", 4 * BLOCK)])
     assert [(each.hashes, each.block_ids) for each in third.saves] == [((chain(4)[3],), (103,))]
     assert rig.next_step([("r", 4 * BLOCK + 1)]).saves == []
+
+
+def test_prompts_of_embeddings_and_tokens_do_not_use_the_store() -> None:
+    """Nor is a later prompt of embeddings saved: vLLM may give it the mixed one's blocks."""
+    rig = Scheduling(*ALL)
+    rig.put(4)
+
+    def saves(req: FakeRequest) -> int:
+        rig.side.start_load(req, range(7, 12), 0)
+        return len(rig.next_step([(req.request_id, 4 * BLOCK + 1)]).saves)
+
+    pure = replace(request("pure"), prompt_embeds="tensor", prompt_token_ids=None)
+    assert rig.side.match(pure, 0) == 4 * BLOCK
+    assert saves(pure) == 1
+    mixed = replace(request("mixed"), prompt_embeds="tensor", prompt_token_ids=[0])
+    assert rig.side.match(mixed, 0) == 0
+    assert saves(mixed) == 0
+    assert rig.side.counts()["prompts_mixed"] == 1
+    later = replace(pure, request_id="later")
+    assert rig.side.match(later, 0) == 4 * BLOCK, "what is stored is right"
+    assert saves(later) == 0
+    tokens = request("tokens")
+    rig.side.match(tokens, 0)
+    assert saves(tokens) == 1
+    rig.side.close()
 
 
 def test_a_block_without_a_hash_is_not_saved() -> None:

@@ -15,6 +15,7 @@ from sidecar_rig import LIMIT_S, NAMESPACE, ForkedSidecar, fill, until_done
 import kvstore
 from kvstore.blocks.key import Namespace
 from kvstore.connectors.vllm.common.settings import TierSettings
+from kvstore.connectors.vllm.tier.engine_config import engine_config
 from kvstore.connectors.vllm.tier.offload_keys import OffloadKeyMap, offload_namespace
 from kvstore.errors import ConfigError
 
@@ -45,8 +46,47 @@ def a_tier_spec(model: str) -> Any:
     )
 
 
-def named(spec: Any, **settings: Any) -> Namespace:
-    return offload_namespace(spec, UNIT_BYTES, TierSettings(**settings))
+def an_engine(dtype: str = "torch.bfloat16", **over: Any) -> Any:
+    """vLLM's configuration with its defaults. over: of the model."""
+    model = {
+        "model": "org/model",
+        "dtype": dtype,
+        "quantization": None,
+        "hf_overrides": {},
+        "hf_config_path": None,
+        "config_format": "auto",
+        "max_model_len": 4096,
+        "hf_config": HfConfig(),
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{**model, **over}),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+
+
+class HfConfig(SimpleNamespace):
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class MambaSpec(SimpleNamespace):
+    """Named like vLLM's, by whose name it is known."""
+
+
+def groups(*specs: Any) -> Any:
+    """vLLM's KVCacheConfig."""
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=each) for each in specs])
+
+
+PLAIN = groups(SimpleNamespace())
+
+
+def named(
+    spec: Any, vllm_config: Any = None, kv_cache_config: Any = PLAIN, **settings: Any
+) -> Namespace:
+    return offload_namespace(
+        spec, UNIT_BYTES, TierSettings(**settings), vllm_config or an_engine(), kv_cache_config
+    )
 
 
 def test_a_model_that_is_not_a_folder_needs_a_revision(tmp_path: Path) -> None:
@@ -94,6 +134,58 @@ def test_everything_the_bytes_depend_on_is_in_the_namespace(
     before = named(spec)
     change(spec)
     assert named(spec).digest != before.digest
+
+
+def test_engines_with_default_settings_still_find_what_earlier_releases_stored() -> None:
+    assert (
+        named(a_tier_spec("org/model"), revision="one").digest == "cd5f74e1772311322c65a2a1e290d229"
+    )
+
+
+def test_settings_that_vllm_does_not_tell_a_tier_are_in_the_namespace() -> None:
+    """One revision, one name: the rest is in the engine's configuration."""
+
+    def digest(vllm_config: Any = None, kv_cache_config: Any = PLAIN) -> str:
+        spec = a_tier_spec("org/model")
+        return named(spec, vllm_config, kv_cache_config, revision="one").digest
+
+    long = HfConfig(rope_parameters={"rope_type": "longrope"})
+    own = {"quantization_config": {"quant_method": "gptq"}}
+    states = an_engine()
+    states.cache_config.mamba_ssm_cache_dtype = "float16"
+    processor = SimpleNamespace(mm_processor_kwargs={"num_crops": 4})
+    digests = [
+        digest(),
+        digest(an_engine("torch.float16")),
+        digest(an_engine(quantization="fp8")),
+        digest(an_engine(hf_overrides={"a": 1}, hf_config=HfConfig(a=1))),
+        digest(an_engine(hf_overrides={"a": 2}, hf_config=HfConfig(a=2))),
+        digest(an_engine(hf_config=long)),
+        digest(an_engine(hf_config=long, max_model_len=8192)),
+        digest(an_engine(multimodal_config=processor)),
+        digest(states, groups(MambaSpec())),
+    ]
+    assert len(set(digests)) == len(digests)
+    same = [
+        digest(an_engine(max_model_len=8192)),
+        digest(an_engine(quantization="gptq_marlin", hf_config=HfConfig(**own))),
+        digest(states),
+    ]
+    assert set(same) == {digest()}
+
+
+def test_a_tier_reads_the_configuration_of_the_engine_that_creates_it() -> None:
+    def creates(vllm_config: Any, kv_cache_config: Any, then: Callable[[], Any]) -> Any:
+        return then()
+
+    outer, inner = (
+        SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=name)) for name in "oi"
+    )
+    found = creates(inner, PLAIN, lambda: creates(outer, PLAIN, lambda: engine_config("i")))
+    assert found == (inner, PLAIN)
+    with pytest.raises(ConfigError, match="use KVStoreConnector") as caught:
+        engine_config("i")
+    assert "\n" not in str(caught.value)
 
 
 def test_folders_of_one_name_differ_by_their_files(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvstore.connectors.sglang.calls import GuardedCalls
-from kvstore.connectors.sglang.model_identity import model_of, revision_of
+from kvstore.connectors.sglang.model_identity import compute_dtype, model_of, revision_of
 from kvstore.connectors.sglang.page_pools import KV, MEASURED_MAX, PagePools
 from kvstore.connectors.sglang.settings import (
     backend_settings,
@@ -50,12 +50,14 @@ class KVStoreBackend(HiCacheStorage):
         check_parallel(storage_config)
         extra = dict(storage_config.extra_config or {})
         self._settings = backend_settings(extra)
+        server_args = _server_args()
         self._page_pools = PagePools(
             self._settings,
             storage_config,
             zero_copy=bool(extra.get("interface_v1", 0)),
             model=model_of(self._settings, storage_config),
-            revision=revision_of(self._settings, _server_args()),
+            revision=revision_of(self._settings, server_args),
+            compute_dtype=compute_dtype(server_args),
         )
         self._calls = GuardedCalls()
 

@@ -24,6 +24,8 @@ KV_ARGUMENTS: Final = ("dtype", "quantization", "json_model_override_args")
 """Arguments that change the KV of the same weights."""
 CONFIG_FILES: Final = ("config.json",)
 """Files of the model's folder that change the KV of the same weights."""
+ARGUMENT_DTYPES: Final = {"half": "float16", "float": "float32"}
+"""Other names of dtypes in --dtype."""
 
 
 def model_of(settings: BackendSettings, storage_config: Any) -> str:
@@ -42,6 +44,14 @@ def revision_of(settings: BackendSettings, server_args: Any | None) -> str:
         return settings.revision
     arguments = "\n".join(f"{name}={getattr(server_args, name, None)}" for name in KV_ARGUMENTS)
     return f"{_weights(server_args)}-{hashlib.sha256(arguments.encode()).hexdigest()[:8]}"
+
+
+def compute_dtype(server_args: Any | None) -> str:
+    """The dtype in which the model computes: as SGLang resolved it, else the argument. "": neither
+    is known."""
+    resolved = getattr(getattr(server_args, "_model_config", None), "dtype", None)
+    dtype = str(resolved or getattr(server_args, "dtype", None) or "auto").removeprefix("torch.")
+    return "" if dtype == "auto" else ARGUMENT_DTYPES.get(dtype, dtype)
 
 
 def _weights(server_args: Any) -> str:

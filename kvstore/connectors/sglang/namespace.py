@@ -94,12 +94,19 @@ class HostPool:
 
 
 def namespace_of(
-    host: HostPool, config: Any, page_format: str, *, model: str, revision: str
+    host: HostPool,
+    config: Any,
+    page_format: str,
+    *,
+    model: str,
+    revision: str,
+    compute_dtype: str = "",
 ) -> Namespace:
     """The namespace of a pool's pages on this rank.
 
     config: SGLang's HiCacheStorageConfig. page_format: `EXTENTS` or `FLAT`, whose bytes differ in
-    some layouts.
+    some layouts. compute_dtype: the model's, "" if unknown; pages of one dtype that engines of
+    two dtypes computed differ.
 
     Raises ConfigError: the pool gives no addresses for its layout.
     """
@@ -127,6 +134,8 @@ def namespace_of(
         "cp": f"{config.attn_cp_rank}/{config.attn_cp_size}",
         "stored": ",".join(str(getattr(pool, name, "")) for name in DTYPE_NAMES),
     }
+    if compute_dtype not in ("", host.dtype):
+        about["computed"] = compute_dtype
     return Namespace(
         model=model,
         revision=revision,

@@ -67,11 +67,12 @@ class PagePools:
         zero_copy: bool,
         model: str,
         revision: str,
+        compute_dtype: str = "",
     ) -> None:
         self._settings = settings
         self._config = config
         self._page_format = EXTENTS if zero_copy else FLAT
-        self._identity = {"model": model, "revision": revision}
+        self._identity = {"model": model, "revision": revision, "compute_dtype": compute_dtype}
         self._copies = Copies(settings.threads)
         self._lock = threading.Lock()
         self._host_pools: dict[str, HostPool] = {}

@@ -95,15 +95,27 @@ class Program:
             results += [{**told(output), "seconds": seconds} for output in outputs]
         return {"results": results}
 
-    def do_embeds(self, seed: int, length: int) -> dict[str, Any]:
-        """A prompt of random embeddings instead of tokens."""
+    def do_embeds(
+        self, seed: int, length: int, token_positions: list[int] | None = None
+    ) -> dict[str, Any]:
+        """A prompt of random embeddings instead of tokens.
+
+        token_positions: a mixed prompt, whose positions from the first to before the second of
+        these have token 0 in place of an embedding. The embeddings there are not used.
+        """
         import torch
         from vllm import SamplingParams
 
         width = self.llm.llm_engine.model_config.hf_config.hidden_size
         made = torch.randn(length, width, generator=torch.Generator().manual_seed(seed))
-        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-        (output,) = self.llm.generate([{"prompt_embeds": made}], params, use_tqdm=False)
+        prompt: dict[str, Any] = {"prompt_embeds": made}
+        if token_positions is not None:
+            mask = [at in range(*token_positions) for at in range(length)]
+            prompt |= {"prompt_token_ids": [0] * length, "prompt_is_token_ids": mask}
+        params = SamplingParams(
+            temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=1
+        )
+        (output,) = self.llm.generate([prompt], params, use_tqdm=False)
         return {"result": told(output)}
 
     def do_run(

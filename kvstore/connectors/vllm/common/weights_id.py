@@ -55,17 +55,18 @@ def revision_of(vllm_config: Any, revision: str = "") -> str:
     Raises ConfigError: weights that have neither.
     """
     model = vllm_config.model_config
-    load_format = str(getattr(vllm_config.load_config, "load_format", "auto"))
-    if revision:
-        weights = revision
-    elif load_format.endswith("dummy"):
-        weights = "dummy"
-    else:
-        weights = _weights_of(model, vllm_config.load_config, load_format)
+    weights = revision or weights_of(model, vllm_config.load_config)
     return f"{weights}-{config_digest(model)}"
 
 
-def _weights_of(model: Any, load: Any, load_format: str) -> str:
+def weights_of(model: Any, load: Any) -> str:
+    """Identity of the weights of vLLM's ModelConfig, loaded as its LoadConfig says.
+
+    Raises ConfigError: weights without one.
+    """
+    load_format = str(getattr(load, "load_format", "auto"))
+    if load_format.endswith("dummy"):
+        return "dummy"
     path = Path(model.model)
     elsewhere = load_format not in FILE_FORMATS or bool(getattr(model, "model_weights", ""))
     if not elsewhere and path.exists() and has_weights(path):
@@ -107,7 +108,7 @@ def config_digest(model_config: Any) -> str:
     the preparation of images and sounds."""
     config = model_config.hf_config.to_dict()
     fields: dict[str, Any] = {k: v for k, v in config.items() if k not in IGNORED_CONFIG_FIELDS}
-    if not _rope_kinds(model_config) <= set(STATIC_ROPES):
+    if depends_on_context_len(model_config):
         fields["max_model_len"] = model_config.max_model_len
     items = getattr(model_config, "multimodal_config", None)
     if items is not None:
@@ -116,6 +117,20 @@ def config_digest(model_config: Any) -> str:
         fields["multimodal"] = {**options, "files": files}
     text = json.dumps(fields, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def depends_on_context_len(model_config: Any) -> bool:
+    """True if the angles of RoPE, and so the KV, depend on the engine's maximum context length."""
+    return not _rope_kinds(model_config) <= set(STATIC_ROPES)
+
+
+def model_id(model_config: Any, name: str = "") -> str:
+    """Id of the model, the same on every node. For a local folder: the last part of its path.
+
+    name: set by the user.
+    """
+    name = name or str(model_config.model)
+    return name.rstrip("/").rpartition("/")[2] if name.startswith(("/", ".")) else name
 
 
 def _digest_of_files(folder: Path, names: Sequence[str]) -> str:

@@ -34,6 +34,7 @@ COUNTERS: Final = {
     "hits": "lookups with at least one cached block",
     "misses": "lookups without a cached block",
     "lookups_failed": "misses because the store could not answer, such as a missing sidecar",
+    "prompts_mixed": "prompts of embeddings and token ids, which do not use the store",
     "waits_timed_out": "waits for lower tiers that ended after the maximum wait",
     "waits_ended_by_policy": "waits for lower tiers that the prefetch policy ended",
     "copies_failed": "copies that failed",

@@ -11,8 +11,15 @@ from typing import Any, Final
 
 from kvstore.blocks.hashing import ALGORITHMS
 from kvstore.blocks.key import Namespace
+from kvstore.connectors.vllm.common.kv_settings import compute_dtype, kv_settings, settings_digest
 from kvstore.connectors.vllm.common.settings import StoreSettings
-from kvstore.connectors.vllm.common.weights_id import revision_of
+from kvstore.connectors.vllm.common.unsupported import (
+    check_causal,
+    check_multimodal,
+    check_prefix_caching,
+    check_remote_code,
+)
+from kvstore.connectors.vllm.common.weights_id import model_id, revision_of
 from kvstore.errors import ConfigError
 from kvstore.kernels import BlockFormat
 
@@ -116,6 +123,11 @@ def _executor_name(backend: Any) -> str:
 
 def check_parallel(parallel: Any) -> None:
     """Raises ConfigError: a kind of parallelism that the connector does not support."""
+    if getattr(parallel, "enable_elastic_ep", False):
+        raise ConfigError(
+            "KVStoreConnector does not support enable_elastic_ep: a new rank gets its weights from "
+            "other ranks, so they cannot be identified; omit --enable-elastic-ep"
+        )
     backend = getattr(parallel, "distributed_executor_backend", None)
     if backend == "external_launcher" and parallel.tensor_parallel_size > 1:
         raise ConfigError(
@@ -134,29 +146,6 @@ def check_parallel(parallel: Any) -> None:
             )
 
 
-def check_prefix_caching(model_config: Any) -> None:
-    """Raises ConfigError: a model for which vLLM must compute every token of a prompt."""
-    if not getattr(model_config, "is_prefix_caching_supported", True):
-        raise ConfigError(
-            "KVStoreConnector does not support this model or pooling (MEAN, CLS, STEP): vLLM must "
-            "compute all of a prompt at once; omit --kv-transfer-config"
-        )
-
-
-def check_multimodal(vllm_config: Any) -> None:
-    """Raises ConfigError: both caches of vLLM are off. vLLM then identifies images and sounds by a
-    counter, so the block hashes do not depend on their content."""
-    items = getattr(vllm_config.model_config, "multimodal_config", None)
-    if items is None or vllm_config.cache_config.enable_prefix_caching:
-        return
-    if items.mm_processor_cache_gb == 0:
-        raise ConfigError(
-            "KVStoreConnector does not support mm_processor_cache_gb = 0 without prefix caching: "
-            "vLLM then identifies images and sounds by a counter, not by their content; enable one "
-            "of the two caches"
-        )
-
-
 def namespaces_of(
     vllm_config: Any, kv_cache_config: Any, settings: StoreSettings, *, fnuz: bool = False
 ) -> list[Namespace]:
@@ -171,18 +160,22 @@ def namespaces_of(
     check_parallel(vllm_config.parallel_config)
     check_prefix_caching(vllm_config.model_config)
     check_multimodal(vllm_config)
+    check_remote_code(vllm_config.model_config)
     group = single_group(kv_cache_config)
+    check_causal(vllm_config, kv_cache_config)
     spec = group.kv_cache_spec
     check_kv_format(spec, vllm_config.cache_config)
     mla = type(spec).__name__ == "MLAAttentionSpec"
     ranks = vllm_config.parallel_config.tensor_parallel_size
     dtype = kv_dtype(spec, vllm_config.cache_config)
-    quantisation = str(vllm_config.model_config.quantization or "none")
+    revision = revision_of(vllm_config, settings.revision)
+    if others := kv_settings(vllm_config, settings.revision):
+        revision += f"-{settings_digest(others)}"
     engine = {
-        "model": model_id(vllm_config.model_config, settings),
-        "revision": revision_of(vllm_config, settings.revision),
+        "model": model_id(vllm_config.model_config, settings.model),
+        "revision": revision,
         "dtype": dtype,
-        "quantisation": f"{quantisation}-fnuz" if fnuz and dtype == "fp8_e4m3" else quantisation,
+        "quantisation": _quantisation(vllm_config, dtype, fnuz),
         "layers": len(group.layer_names),
         "kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_size,
@@ -195,19 +188,24 @@ def namespaces_of(
     return [_rank_namespace(engine, ranks, rank) for rank in range(ranks)]
 
 
+def _quantisation(vllm_config: Any, kv_dtype: str, fnuz: bool) -> str:
+    """The quantisation of the weights, the variant of fp8, and the dtype that computed the KV if it
+    is not the KV's: KV that was computed in float16 and in bfloat16 differs."""
+    name = str(vllm_config.model_config.quantization or "none")
+    if fnuz and kv_dtype == "fp8_e4m3":
+        name += "-fnuz"
+    computed = compute_dtype(vllm_config, kv_dtype)
+    return f"{name}+computed-{computed}" if computed else name
+
+
 def _rank_namespace(engine: Mapping[str, Any], tp_size: int, tp_rank: int) -> Namespace:
     namespace = Namespace(**engine, tp_size=tp_size, tp_rank=tp_rank)
     return BlockFormat(BLOCK_AXES).namespace(namespace)
 
 
 def check_kv_format(spec: Any, cache_config: Any) -> None:
-    """Raises ConfigError: KV that needs more than its bytes to be read back, is not one vector for
-    each token and head, or depends on later tokens."""
-    if getattr(spec, "non_causal", False):
-        raise ConfigError(
-            "KVStoreConnector does not support non-causal attention (prefix-LM): the KV of a token "
-            "depends on later tokens; omit --kv-transfer-config"
-        )
+    """Raises ConfigError: KV that needs more than its bytes to be read back, or is not one vector
+    for each token and head."""
     mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
     packed = getattr(spec, "state_content_bytes", None) is not None
     slots = getattr(spec, "num_head_slots", None) not in (None, spec.num_kv_heads)
@@ -230,12 +228,6 @@ def kv_dtype(spec: Any, cache_config: Any) -> str:
             )
         return FP8_DTYPES[name]
     return str(spec.dtype).removeprefix("torch.")
-
-
-def model_id(model_config: Any, settings: StoreSettings) -> str:
-    """Id of the model, the same on every node. For a local folder: the last part of its path."""
-    name = settings.model or str(model_config.model)
-    return name.rstrip("/").rpartition("/")[2] if name.startswith(("/", ".")) else name
 
 
 def hashes_per_block(kv_cache_config: Any, block_tokens: int) -> int:

@@ -11,6 +11,7 @@ The module reads a few attributes of vLLM's requests. It does not import vllm.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import time
 from collections import Counter
@@ -25,6 +26,8 @@ from kvstore.connectors.vllm.connector.lora import Adapters, LoRARequest, Trust
 from kvstore.connectors.vllm.connector.metadata import CONNECTED, RequestBlocks, StepMetadata
 from kvstore.interface import BlockStore, Load, LookupStatus
 from kvstore.prefetch.policy import PrefetchPolicy
+
+log = logging.getLogger("vllm.kvstore")
 
 EPOCH_BYTES: Final = 16
 ALL_BLOCKS: Final = 1 << 62
@@ -41,6 +44,8 @@ class Request(Protocol):
     block_hashes: Sequence[bytes]
     skip_reading_prefix_cache: bool
     lora_request: LoRARequest | None
+    prompt_embeds: object | None
+    prompt_token_ids: Sequence[int] | None
 
 
 @dataclass(eq=False, slots=True)
@@ -100,6 +105,7 @@ class SchedulerSide:
         self._epoch = b""
         self._metadata = StepMetadata()
         self._finishing: set[str] = set()
+        self._mixed_prompts = False
         self._counts: Counter[str] = Counter()
 
     # Matching.
@@ -111,6 +117,9 @@ class SchedulerSide:
             last token of a prompt.
         """
         request_id = request.request_id
+        if _is_mixed(request):
+            self._note_mixed_prompt()
+            return 0
         if request.skip_reading_prefix_cache or request_id in self._failed:
             return 0
         assert request_id not in self._loading, "a match while a load is under way"
@@ -130,6 +139,18 @@ class SchedulerSide:
             return None
         return found.blocks * self._block_tokens if found.status is LookupStatus.HIT else 0
 
+    def _note_mixed_prompt(self) -> None:
+        """Blocks of a mixed prompt are neither loaded nor saved. vLLM's own cache has them under
+        the hashes of other prompts too. So from now on no prompt with embeddings is saved: its
+        blocks may be those of the mixed one."""
+        if not self._mixed_prompts:
+            self._mixed_prompts = True
+            log.warning(
+                "kvstore: a prompt of embeddings and token ids does not use the store, and this "
+                "engine saves no prompt with embeddings any more: vLLM's block hashes do not "
+                "cover which positions are embeddings"
+            )
+
     def start_load(
         self, request: Request, block_ids: Sequence[int], external_tokens: int
     ) -> dict[str, int]:
@@ -137,6 +158,7 @@ class SchedulerSide:
         the request. Returns the number of tokens by tier."""
         request_id = request.request_id
         self._requests[request_id] = request
+        self._counts["prompts_mixed"] += _is_mixed(request)
         self._pending.pop(request_id, None)
         self._prompt_hash_cache.pop(request_id, None)
         first_lookup_s = self._first_lookup_s.pop(request_id, None)
@@ -209,7 +231,7 @@ class SchedulerSide:
         """Save the blocks that are full by the end of this step. Each block of a request is sent
         once, also if it was loaded: the store skips cached blocks and saves evicted ones."""
         request = self._requests.get(request_id)
-        if request is None:
+        if request is None or (self._mixed_prompts and request.prompt_embeds is not None):
             return
         hashed = len(request.block_hashes) // self._hashes_per_block
         full = min(tokens // self._block_tokens, hashed)
@@ -362,3 +384,9 @@ class SchedulerSide:
             if each not in salted.by_vllm_hash:
                 salted.by_vllm_hash[each] = hashlib.sha256(salt + each).digest()
         return tuple(salted.by_vllm_hash[each] for each in vllm_hashes)
+
+
+def _is_mixed(request: Request) -> bool:
+    """True for a prompt of embeddings and token ids. vLLM's hashes cover both, but not which
+    positions of the prompt are which."""
+    return request.prompt_embeds is not None and request.prompt_token_ids is not None

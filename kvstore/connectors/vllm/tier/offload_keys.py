@@ -10,6 +10,11 @@ from typing import Any, Final
 
 from kvstore.blocks.key import DTYPE_BYTES, Namespace
 from kvstore.connectors.common.guarded_store import GuardedStore
+from kvstore.connectors.vllm.common.kv_settings import (
+    compute_dtype,
+    settings_digest,
+    tier_settings,
+)
 from kvstore.connectors.vllm.common.settings import StoreSettings
 from kvstore.connectors.vllm.common.weights_id import identity_of_name
 from kvstore.errors import ConfigError
@@ -56,11 +61,13 @@ class OffloadKeyMap(GuardedStore):
         ]
 
 
-def offload_namespace(spec: Any, block_bytes: int, settings: StoreSettings) -> Namespace:
+def offload_namespace(
+    spec: Any, block_bytes: int, settings: StoreSettings, vllm_config: Any, kv_cache_config: Any
+) -> Namespace:
     """The namespace of offloaded blocks: opaque bytes of all ranks and layers of several blocks.
 
-    vLLM passes only the model's name to the tier. So the files of a local folder identify the
-    weights, or the revision that the user sets.
+    The files of a local folder identify the weights, or the revision that the user sets.
+    vllm_config, kv_cache_config: see `engine_config`.
 
     Raises:
         ConfigError: neither is known; two revisions of a model would share blocks.
@@ -76,7 +83,7 @@ def offload_namespace(spec: Any, block_bytes: int, settings: StoreSettings) -> N
     element = DTYPE_BYTES.get(dtype, 1)
     if block_bytes % element:
         element = 1
-    parts = {
+    parts: dict[str, Any] = {
         "groups": [
             [group.group_id, group.tokens_per_block, list(group.layer_names)]
             for group in config.groups
@@ -96,6 +103,10 @@ def offload_namespace(spec: Any, block_bytes: int, settings: StoreSettings) -> N
         "order": config.kv_cache_layout,
         "dtype": dtype,
     }
+    if computed := compute_dtype(vllm_config, dtype):
+        parts["computed"] = computed
+    if others := tier_settings(vllm_config, kv_cache_config, settings.revision):
+        parts["settings"] = settings_digest(others)
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
     return Namespace(
         model=settings.model or model,

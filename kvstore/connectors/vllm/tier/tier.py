@@ -39,6 +39,14 @@ from kvstore.config.settings import validate
 from kvstore.connectors.vllm.common.idle_steps import IdleSteps
 from kvstore.connectors.vllm.common.open_store import open_store
 from kvstore.connectors.vllm.common.settings import TierSettings
+from kvstore.connectors.vllm.common.unsupported import (
+    check_causal,
+    check_multimodal,
+    check_prefix_caching,
+    check_remote_code,
+    check_tokens_only,
+)
+from kvstore.connectors.vllm.tier.engine_config import engine_config
 from kvstore.connectors.vllm.tier.jobs import OffloadJobs, rows_of
 from kvstore.connectors.vllm.tier.lookups import LookupCache
 from kvstore.connectors.vllm.tier.metrics import TierDeltas, metric_definitions
@@ -74,7 +82,15 @@ class KVStoreTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         settings = validate(TierSettings, table, "secondary_tiers")
         remove_stale_pools()
-        namespace = offload_namespace(offloading_spec, self.block_size_bytes, settings)
+        vllm_config, kv_cache_config = engine_config(offloading_spec.config.engine_id)
+        check_tokens_only(vllm_config.model_config)
+        check_prefix_caching(vllm_config.model_config)
+        check_multimodal(vllm_config)
+        check_remote_code(vllm_config.model_config)
+        check_causal(vllm_config, kv_cache_config)
+        namespace = offload_namespace(
+            offloading_spec, self.block_size_bytes, settings, vllm_config, kv_cache_config
+        )
         self._opened = open_store(
             settings, namespace, engine=offloading_spec.config.engine_id, name="vllm tier"
         )
