@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import struct
 import threading
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from kvstore.blocks.frame import checksum
 from kvstore.cache.eviction import EVICTION_POLICIES
 from kvstore.errors import ConfigError
 from kvstore.testing.frames import FrameBuffer, key_of
+from kvstore.tiers import disk
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.files import Files
 
@@ -32,13 +34,23 @@ TTL_S = 800.0
 
 
 class Clock:
-    """A clock that the test sets, in seconds since 1970."""
+    """A clock that the test sets, in seconds since 1970; and the time since boot, which passes
+    whatever the clock says."""
 
     def __init__(self) -> None:
         self.now_s = 1.8e9
+        self.up_s = 1000.0
 
     def __call__(self) -> float:
         return self.now_s
+
+    def uptime(self) -> float:
+        return self.up_s
+
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.now_s += seconds
+        self.up_s += seconds
 
 
 @pytest.fixture
@@ -56,8 +68,11 @@ def clock() -> Clock:
     return Clock()
 
 
-def open_aging(directory: Path, clock: Callable[[], float], files: Files | None = None) -> Tier:
-    return open_disk(directory, files, clock, ttl=f"{TTL_S}s", segment=MIB, capacity=32 * MIB)
+def open_aging(directory: Path, clock: Clock, files: Files | None = None) -> Tier:
+    config = disk.Config(
+        directory=str(directory), ttl=f"{TTL_S}s", segment=MIB, capacity=32 * MIB
+    )
+    return disk.open(config, files=files, clock=clock, uptime=clock.uptime)
 
 
 # ---------------------------------------------------------------------- time to live
@@ -185,7 +200,128 @@ def test_a_clock_that_was_ahead_keeps_nothing_longer(
     clock.now_s -= 1e6
     tier = open_aging(directory, clock)
     assert tier.contains(keys) == [True] * 3
-    clock.now_s += TTL_S
+    clock.wait(TTL_S)
+    assert tier.contains(keys) == [False] * 3
+    tier.close()
+
+
+def kill(tier: Tier, directory: Path, clock: Clock) -> None:
+    """Leave the files as a kill does now."""
+    copy = left_by_a_kill(directory, directory.with_name("killed"))
+    tier.close()
+    shutil.rmtree(directory)
+    copy.rename(directory)
+
+
+@pytest.mark.parametrize("back_s", [1.0, TTL_S / 2, 1e6, 1.7e9])
+@pytest.mark.parametrize("between", ["nothing", "close", "kill"])
+def test_a_clock_set_back_keeps_nothing_longer(
+    directory: Path, buffer: FrameBuffer, clock: Clock, between: str, back_s: float
+) -> None:
+    tier = open_aging(directory, clock)
+    keys = put(tier, buffer, range(3))
+    clock.wait(TTL_S / 2)
+    new = put(tier, buffer, range(10, 13))
+    clock.wait(TTL_S / 4)
+    if between == "kill":
+        # An idle tier records the time too.
+        wait_for_record(directory, clock)
+        kill(tier, directory, clock)
+    elif between == "close":
+        tier.close()
+    clock.now_s -= back_s
+    if between != "nothing":
+        tier = open_aging(directory, clock)
+    assert readable_keys(tier, buffer, keys + new) == keys + new
+    newest = put(tier, buffer, range(20, 23))
+    clock.wait(TTL_S / 4)
+    assert tier.contains(keys + new + newest) == [False] * 3 + [True] * 6
+    clock.wait(TTL_S / 2)
+    assert tier.contains(new + newest) == [False] * 3 + [True] * 3
+    clock.wait(TTL_S / 4)
+    assert tier.contains(newest) == [False] * 3
+    assert int(tier.stats()["expired"]) == 9
+    tier.close()
+    assert segment_files(directory) == []
+
+
+def wait_for_record(directory: Path, clock: Clock) -> None:
+    recorded = f"time {int(clock.now_s * 1000)} "
+    deadline_s = time.monotonic() + 30
+    while recorded not in (directory / "kvstore.lock").read_text():
+        assert time.monotonic() < deadline_s, "the time is not recorded"
+        time.sleep(0.05)
+
+
+def test_what_had_expired_does_not_come_back(
+    directory: Path, buffer: FrameBuffer, clock: Clock
+) -> None:
+    """Closed with files that had expired, and opened with a clock set back."""
+    tier = open_aging(directory, clock)
+    keys = put(tier, buffer, range(3))
+    copy = left_by_a_kill(directory, directory.with_name("copy"))
+    clock.wait(TTL_S + 1)
+    new = put(tier, buffer, range(10, 13))
+    tier.close()
+    for segment in segment_files(copy):
+        segment.rename(directory / segment.name)
+    clock.now_s -= TTL_S
+    tier = open_aging(directory, clock)
+    assert tier.contains(keys + new) == [False] * 3 + [True] * 3
+    tier.close()
+
+
+def test_time_counts_while_a_tier_is_closed_with_a_clock_set_back(
+    directory: Path, buffer: FrameBuffer, clock: Clock
+) -> None:
+    tier = open_aging(directory, clock)
+    keys = put(tier, buffer, range(3))
+    clock.now_s -= 1e6
+    tier.flush()
+    assert tier.contains(keys) == [True] * 3
+    tier.close()
+    clock.wait(TTL_S)
+    tier = open_aging(directory, clock)
+    assert tier.contains(keys) == [False] * 3
+    tier.close()
+
+
+def test_without_a_recorded_time_the_newest_segment_counts(
+    directory: Path, buffer: FrameBuffer, clock: Clock
+) -> None:
+    """An older release wrote the files, or the lock file was lost."""
+    tier = open_aging(directory, clock)
+    keys = put(tier, buffer, range(3))
+    clock.wait(TTL_S / 2)
+    new = put(tier, buffer, range(10, 13))
+    tier.close()
+    (directory / "kvstore.lock").write_text("kvstore disk tier, version 1\nprocess 1\n")
+    clock.now_s -= TTL_S
+    tier = open_aging(directory, clock)
+    assert tier.contains(keys + new) == [True] * 6
+    clock.wait(TTL_S / 2)
+    assert tier.contains(keys + new) == [False] * 3 + [True] * 3
+    tier.close()
+
+
+def test_a_clock_set_forward_and_back_costs_no_more_than_it_must(
+    directory: Path, buffer: FrameBuffer, clock: Clock
+) -> None:
+    """A machine whose clock is wrong until the network sets it: ages go on where they were."""
+    tier = open_aging(directory, clock)
+    keys = put(tier, buffer, range(3))
+    tier.close()
+    right_s = clock.now_s
+    clock.now_s, clock.up_s = 0.0, 5.0
+    tier = open_aging(directory, clock)
+    clock.wait(10)
+    clock.now_s = right_s + 60
+    assert readable_keys(tier, buffer, keys) == keys
+    tier.close()
+    clock.wait(TTL_S - 61)
+    tier = open_aging(directory, clock)
+    assert readable_keys(tier, buffer, keys) == keys
+    clock.wait(1)
     assert tier.contains(keys) == [False] * 3
     tier.close()
 
