@@ -62,6 +62,7 @@ def as_dict(report: VerifyReport) -> dict[str, Any]:
         "segments": report.segments,
         "segments_corrupt": report.segments_corrupt,
         "segments_unsealed": report.segments_unsealed,
+        "segments_set_aside": report.segments_set_aside,
         "frames": report.frames,
         "frames_corrupt": report.corrupt_count,
         "bytes_checked": report.bytes_checked,
@@ -84,6 +85,8 @@ def _print_report(report: VerifyReport) -> None:
         console.print(f"{report.segments_unsealed} segments have no index and were scanned")
     if report.segments_corrupt:
         console.print(f"{report.segments_corrupt} segment files cannot be read")
+    if report.segments_set_aside:
+        console.print(f"{report.segments_set_aside} unreadable segment files were set aside")
     if not report.corrupt:
         return
     table = Table("segment", "offset", "block", "fault")

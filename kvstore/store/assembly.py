@@ -44,6 +44,7 @@ from kvstore.shm.slab import Slab
 from kvstore.store.limits import StoreLimits
 from kvstore.store.locator import L2
 from kvstore.store.store import Store
+from kvstore.store.tier_directories import TierDirectory, shared_directories
 from kvstore.telemetry import logs
 from kvstore.telemetry.traffic import OTHER
 from kvstore.telemetry.usage_counters import Record
@@ -205,6 +206,23 @@ def config_errors(settings: Settings) -> Iterator[tuple[Sequence[str], str]]:
         except ConfigError as error:
             named = not keys[0].startswith("tiers.") or keys[0] in str(error)
             yield keys, str(error) if named else f"{keys[0]}: {error}"
+    for where, message in shared_directories(list(_tier_directories(settings.tiers))):
+        yield (where,), message
+
+
+def _tier_directories(tiers: Sequence[TierSettings]) -> Iterator[TierDirectory]:
+    """The directories of all tiers whose own settings are valid."""
+    for index, tier in enumerate(tiers):
+        where = f"tiers.{index}"
+        try:
+            config = tier_config(tier, where)
+        except ConfigError:
+            continue  # Reported already.
+        function: Callable[[BaseModel], Sequence[str]] | None = getattr(
+            tier_module(tier.kind), "directories", None
+        )
+        for path in function(config) if function is not None else ():
+            yield TierDirectory(where, tier.label, path)
 
 
 def _check_tier_name(name: str) -> None:

@@ -28,7 +28,8 @@ To add a tier, write a module with a `Config` (a pydantic model that forbids unk
 function `open(config: Config) -> Tier`. The key `kind` of the configuration names the module. A
 kind with a dot is the import path of a module outside kvstore. The module may also define
 `check(config: Config)`. It raises ConfigError for every mistake that it can find without opening or
-creating anything.
+creating anything. A module whose tier keeps files also defines `directories(config: Config)`: the
+directories that no other tier may use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""No two tiers may use one directory, or one inside the other: `config check` and `serve` say so."""
+"""No two tiers may use one directory, or one inside the other: `config check` and `serve`."""
 
 from __future__ import annotations
 

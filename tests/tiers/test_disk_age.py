@@ -69,9 +69,7 @@ def clock() -> Clock:
 
 
 def open_aging(directory: Path, clock: Clock, files: Files | None = None) -> Tier:
-    config = disk.Config(
-        directory=str(directory), ttl=f"{TTL_S}s", segment=MIB, capacity=32 * MIB
-    )
+    config = disk.Config(directory=str(directory), ttl=f"{TTL_S}s", segment=MIB, capacity=32 * MIB)
     return disk.open(config, files=files, clock=clock, uptime=clock.uptime)
 
 
@@ -224,7 +222,7 @@ def test_a_clock_set_back_keeps_nothing_longer(
     new = put(tier, buffer, range(10, 13))
     clock.wait(TTL_S / 4)
     if between == "kill":
-        # An idle tier records the time too.
+        tier.flush()
         wait_for_record(directory, clock)
         kill(tier, directory, clock)
     elif between == "close":
@@ -251,6 +249,16 @@ def wait_for_record(directory: Path, clock: Clock) -> None:
     while recorded not in (directory / "kvstore.lock").read_text():
         assert time.monotonic() < deadline_s, "the time is not recorded"
         time.sleep(0.05)
+
+
+def test_an_idle_tier_records_the_time(directory: Path) -> None:
+    tier = open_disk(directory, ttl="8s")
+    first = (directory / "kvstore.lock").read_text()
+    deadline_s = time.monotonic() + 30
+    while (directory / "kvstore.lock").read_text() == first:
+        assert time.monotonic() < deadline_s, "the time is not recorded"
+        time.sleep(0.05)
+    tier.close()
 
 
 def test_what_had_expired_does_not_come_back(

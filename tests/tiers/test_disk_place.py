@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -29,7 +26,6 @@ from kvstore.errors import ConfigError, TierUnavailable
 from kvstore.ipc.client import Client
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers import disk as disk_tier
-from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.verify import verify
 
 LOCK = "kvstore.lock"
@@ -102,6 +98,7 @@ def test_a_tier_whose_directory_is_gone_is_down(
     assert callable(change)
     change(directory)
     before = {path.name: path.read_bytes() for path in files_in(directory)}
+    is_ours = change in (delete_segments, restore_a_backup)
     if dirty:
         keys += put(tier, buffer, range(20, 25))
     for _ in range(2):
@@ -117,9 +114,10 @@ def test_a_tier_whose_directory_is_gone_is_down(
     assert tier.stats()["directories_down"] == 1
     assert int(tier.stats()["errors"]) >= 4
     tier.close()
-    assert {path.name: path.read_bytes() for path in files_in(directory)} == before, (
-        "files of another tier were changed"
-    )
+    after = {path.name: path.read_bytes() for path in files_in(directory)}
+    if is_ours:
+        after.pop(LOCK), before.pop(LOCK)
+    assert after == before, "files of another tier were changed"
 
 
 def files_in(directory: Path) -> list[Path]:
@@ -270,14 +268,14 @@ def test_no_flipped_bit_of_the_lock_file_keeps_a_tier_from_opening(
 ) -> None:
     keys = filled(directory, buffer)
     lock = directory / LOCK
+    content = lock.read_bytes()
     if release == "older":
-        lock.write_text(f"kvstore disk tier, version 1\nprocess {os.getpid()}\n")
-    for at in range(lock.stat().st_size):
+        content = f"kvstore disk tier, version 1\nprocess {os.getpid()}\n".encode()
+    for at in range(len(content)):
+        lock.write_bytes(content)
         flip(lock, at, 1 << at % 8)
         verify([str(directory)])
         assert lock.read_text().startswith("kvstore disk tier, version 1\n")
-        if release == "older":
-            lock.write_text(f"kvstore disk tier, version 1\nprocess {os.getpid()}\n")
     check_reopened(directory, buffer, keys)
 
 
@@ -311,7 +309,7 @@ def test_a_later_version_is_refused_whatever_segments_there_are(
 def test_without_a_valid_segment_the_directory_is_not_taken(directory: Path) -> None:
     directory.mkdir()
     (directory / "000000000001.kvseg").write_bytes(b"not a segment" * 1000)
-    with pytest.raises(ConfigError, match="it contains '000000000001.kvseg'"):
+    with pytest.raises(ConfigError, match=r"it contains '000000000001\.kvseg'"):
         open_disk(directory)
     (directory / LOCK).write_text("something else\n")
     with pytest.raises(ConfigError, match="not a lock file"):
@@ -370,7 +368,7 @@ def test_a_sidecar_starts_without_its_lock_file(tmp_path: Path) -> None:
         assert flush_of(sidecar)
     (tmp_path / "disk" / LOCK).unlink()
     flags = ("--disk", str(tmp_path / "disk"), "--disk-capacity", "16MiB", "--port", "0")
-    code, _, err = run_command("serve", "--socket", str(tmp_path / "b.sock"), *flags)
+    code, _, err = run_command(tmp_path, "serve", "--socket", str(tmp_path / "b.sock"), *flags)
     assert code == 2
     assert "in use by another kvstore" in err
     assert err.count("\n") == 1

@@ -3,6 +3,8 @@
 tier       the tier's operations
 volumes    the directories of the tier
 volume     the segments of one directory
+segment_set
+           the segments of one directory, and whether it is still there
 segment    one segment file
 layout     the header and the footer of a segment file
 state      the state that all directories share
@@ -11,6 +13,8 @@ recover    opening the segments of an earlier process
 scan       finding frames in a segment without an index
 sync       fdatasync for groups of writes
 lockfile   the lock file of a directory
+aside      unreadable segment files, set aside
+clock      the clock that ages are measured with
 files      the system calls
 verify     checking every frame (`kvstore verify`)
 """
@@ -30,6 +34,7 @@ from kvstore.config.settings import Section
 from kvstore.config.units import format_bytes
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import Tier
+from kvstore.tiers.disk.clock import AgeClock, uptime_s
 from kvstore.tiers.disk.files import SECTOR_BYTES, Files
 from kvstore.tiers.disk.index import MAX_SEGMENT_SECTORS
 from kvstore.tiers.disk.lockfile import LOCK_BYTES, segment_paths
@@ -38,7 +43,7 @@ from kvstore.tiers.disk.state import DiskLimits
 from kvstore.tiers.disk.tier import DiskTier
 from kvstore.tiers.disk.volumes import MAX_DIRECTORIES
 
-__all__ = ["Config", "DiskTier", "check", "open", "segment_bytes_for"]
+__all__ = ["Config", "DiskTier", "check", "directories", "open", "segment_bytes_for"]
 
 SEGMENT_BYTES = 256 << 20
 """Default size of a segment, unless the capacity is small or very large."""
@@ -116,12 +121,22 @@ def check(config: Config) -> None:
     check_eviction(config.eviction)
 
 
+def directories(config: Config) -> tuple[str, ...]:
+    """The directories that no other tier may use."""
+    return config.directories
+
+
 def open(
-    config: Config, *, files: Files | None = None, clock: Callable[[], float] = time.time
+    config: Config,
+    *,
+    files: Files | None = None,
+    clock: Callable[[], float] = time.time,
+    uptime: Callable[[], float] = uptime_s,
 ) -> Tier:
     """Open the tier; create its directories if they do not exist.
 
-    files: the system calls; a test passes failing ones. clock: seconds since 1970.
+    files: the system calls; a test passes failing ones. clock: seconds since 1970. uptime: seconds
+    since boot.
 
     Raises ConfigError: no directory can be used, a directory contains other files, or no file
     system has room for one segment (such a tier would reject every block).
@@ -131,7 +146,7 @@ def open(
         segment_bytes=segment_bytes_for(config),
         eviction=check_eviction(config.eviction),
         ttl_ms=int(config.ttl),
-        clock=clock,
+        clock=AgeClock(clock, uptime),
     )
     tier = DiskTier(
         config.directories,

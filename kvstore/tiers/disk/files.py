@@ -95,6 +95,13 @@ class Files:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
+    def is_same(self, fd: int, path: str) -> bool:
+        """Whether `path` is the file of this descriptor, and neither missing nor another file."""
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(path))
+        except OSError:
+            return False
+
     def rename(self, path: str, to: str) -> None:
         """Rename a file within its directory."""
         os.rename(path, to)

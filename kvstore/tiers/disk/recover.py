@@ -13,9 +13,10 @@ import logging
 from dataclasses import dataclass, field
 
 from kvstore.errors import ConfigError
+from kvstore.tiers.disk.aside import SetAside
 from kvstore.tiers.disk.files import Files
 from kvstore.tiers.disk.index import unpack_location
-from kvstore.tiers.disk.layout import SegmentInvalid
+from kvstore.tiers.disk.layout import SegmentDiscarded, SegmentInvalid, sequence_no_of
 from kvstore.tiers.disk.lockfile import DISK_ERRNOS, DirectoryUnavailable, segment_paths
 from kvstore.tiers.disk.scan import frames_after_footer, scan_frames
 from kvstore.tiers.disk.segment import Segment
@@ -26,30 +27,35 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RecoveryResult:
-    """segments: oldest first, not yet indexed. torn: number of frames that scans dropped."""
+    """aside: the unreadable files, those of earlier openings included. segments: oldest first, not
+    yet indexed. torn: number of frames that scans dropped. unreadable: number of files set aside
+    now. last_sequence_no: the highest number of any segment file; 0: none."""
 
+    aside: SetAside
     segments: list[Segment] = field(default_factory=list)
     torn: int = 0
+    unreadable: int = 0
+    last_sequence_no: int = 0
 
 
 def recover(files: Files, directory: str, limits: DiskLimits, max_segments: int) -> RecoveryResult:
-    """Open every segment of a directory. Invalid and expired segment files are deleted; other files
-    are not touched.
+    """Open every segment of a directory. Expired segment files are deleted, unreadable ones are set
+    aside; other files are not touched.
 
     Raises ConfigError: a segment cannot be opened, or there are more than `max_segments`.
     Raises DirectoryUnavailable: the disk fails.
     """
-    result = RecoveryResult()
-    now_ms = limits.now_ms()
+    result = None
     try:
+        result = RecoveryResult(SetAside(files, directory))
         for path in segment_paths(directory):
-            try:
-                segment = Segment.open(files, path)
-            except SegmentInvalid as error:
-                log.warning("deleting invalid segment %s: %s", path, error)
-                files.unlink(path)
+            segment = _open_segment(files, path, result)
+            if segment is None:
                 continue
-            # A time in the future (from a clock that was ahead) would extend the segment's life.
+            # Without a recorded time, no age counts from before the newest segment.
+            limits.clock.advance(segment.identity.created_ms, segment.identity.created_ms)
+            now_ms = limits.now_ms()
+            # A file's time in the future would extend the segment's life.
             segment.created_ms = min(segment.created_ms, now_ms)
             if limits.ttl_ms and segment.created_ms + limits.ttl_ms <= now_ms:
                 files.close(segment.fd)
@@ -57,22 +63,47 @@ def recover(files: Files, directory: str, limits: DiskLimits, max_segments: int)
                 continue
             result.segments.append(segment)
             _load_entries(files, segment, result)
+        result.last_sequence_no = max(result.last_sequence_no, result.aside.last_sequence_no())
+        if limits.ttl_ms:
+            result.aside.delete_written_before(limits.now_ms() - limits.ttl_ms)
+        result.aside.trim(limits.capacity_bytes // 2)
         if len(result.segments) > max_segments:
             raise ConfigError(
                 f"{directory!r} contains more than {max_segments} segments; move some away, or use "
                 "another directory"
             )
     except OSError as error:
-        _close_segments(files, result)
+        if result is not None:
+            _close_segments(files, result)
         kind = DirectoryUnavailable if error.errno in DISK_ERRNOS else ConfigError
         raise kind(
             f"the disk tier cannot open {directory!r}: {error.strerror}; make its files readable "
             "and writable for this user, or raise the limit on open files"
         ) from None
     except ConfigError:
+        assert result is not None
         _close_segments(files, result)
         raise
     return result
+
+
+def _open_segment(files: Files, path: str, result: RecoveryResult) -> Segment | None:
+    """Open one segment file, or set it aside and return None. Raises OSError."""
+    result.last_sequence_no = max(result.last_sequence_no, sequence_no_of(path))
+    try:
+        segment = Segment.open(files, path)
+    except SegmentDiscarded as error:
+        log.warning("deleting %s, which has no blocks: %s", path, error)
+        files.unlink(path)
+        return None
+    except SegmentInvalid as error:
+        target = result.aside.add(path)
+        result.unreadable += 1
+        log.error("%s: unreadable segment, set aside as %s: %s", path, target, error)
+        return None
+    if segment.header_restored:
+        log.warning("%s: the first sector was corrupt; restored from its copy", path)
+    return segment
 
 
 def _close_segments(files: Files, result: RecoveryResult) -> None:

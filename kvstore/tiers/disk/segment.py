@@ -11,9 +11,10 @@ The checksum of a frame's header is masked (`frame.mask_checksum`) with a nonce 
 segment's secret and the frame's sector. A scan without a footer therefore accepts only frames that
 this tier wrote at that sector. It rejects bytes inside a block that look like a frame.
 
-The last sector of a segment in use is zero, or the trailer of a checkpoint. A checkpoint is a
-footer for the frames written so far. It fits into the space reserved for the final footer, so later
-frames do not overwrite it.
+The last sector always repeats the header's fields, so one corrupt sector does not cost the segment.
+In a segment in use it is the trailer of a checkpoint, with or without an index. (Earlier releases
+left zeros instead of a trailer without an index.) A checkpoint is a footer for the frames written
+so far. It fits into the space reserved for the final footer, so later frames do not overwrite it.
 """
 
 from __future__ import annotations
@@ -33,12 +34,17 @@ from kvstore.tiers.disk.layout import (
     SEALED,
     SECRET_BYTES,
     SUFFIX,
+    SegmentDiscarded,
     SegmentIdentity,
     SegmentInvalid,
+    is_blank,
     read_footer,
     read_identity,
+    sequence_no_of,
     write_footer,
     write_header,
+    write_identity,
+    write_identity_copy,
 )
 
 MIN_SEGMENT_BYTES: Final = 16 * SECTOR_BYTES
@@ -77,6 +83,8 @@ class Segment:
         """Removed from the volume: the last reference closes the descriptor."""
         self.truncated = False
         """The file is shorter than its header says: read only."""
+        self.header_restored = False
+        """The header was corrupt when the segment was opened."""
         self.seal_pending = False
         """The syncer has to write the footer."""
         self.sealed = False
@@ -150,7 +158,7 @@ class Segment:
         identity = SegmentIdentity(sequence_no, nbytes, os.urandom(SECRET_BYTES), created_ms)
         fd, current_path = (reuse.fd, reuse.path) if reuse else (files.create(path, nbytes), path)
         try:
-            write_header(files, fd, identity)
+            write_identity(files, fd, identity)
             if reuse:
                 files.rename(reuse.path, path)
         except BaseException:
@@ -161,12 +169,20 @@ class Segment:
 
     @classmethod
     def open(cls, files: Files, path: str, *, writable: bool = True) -> Segment:
-        """Open an existing segment without its footer. Raises SegmentInvalid, OSError."""
+        """Open an existing segment without its footer.
+
+        Raises SegmentDiscarded, SegmentInvalid, OSError.
+        """
         fd = files.open(path, writable=writable)
         try:
-            identity, corrupt = read_identity(files, fd)
-            if os.path.basename(path) != f"{identity.sequence_no:012d}{SUFFIX}":
-                raise SegmentInvalid(f"its header has sequence number {identity.sequence_no}")
+            try:
+                identity, corrupt = read_identity(files, fd, sequence_no_of(path))
+            except SegmentDiscarded:
+                raise
+            except SegmentInvalid:
+                if is_blank(files, fd):
+                    raise SegmentDiscarded("nothing was written to it") from None
+                raise
             if (
                 identity.nbytes % SECTOR_BYTES
                 or not MIN_SEGMENT_BYTES <= identity.nbytes <= MAX_SEGMENT_SECTORS * SECTOR_BYTES
@@ -178,6 +194,7 @@ class Segment:
             segment.created_ms = identity.created_ms or int(status.st_mtime * 1000)
             if corrupt and writable:
                 write_header(files, fd, identity)
+                segment.header_restored = True
             return segment
         except BaseException:
             files.close(fd)
@@ -199,6 +216,9 @@ class Segment:
                 if not self._name_durable:
                     files.sync_directory(os.path.dirname(self.path))
                     self._name_durable = True
+            except FileNotFoundError:
+                # The directory is gone, which `Volume.check_in_place` reports while it lasts.
+                raise
             except OSError as error:
                 self.sync_error = str(error)
                 raise
@@ -265,7 +285,7 @@ class Segment:
         for sector in deleted:
             files.write_at(self.fd, [aligned_buffer(SECTOR_BYTES)], sector * SECTOR_BYTES)
         if self.sealed or not self.checkpoint_sector:
-            files.write_at(self.fd, [aligned_buffer(SECTOR_BYTES)], self.nbytes - SECTOR_BYTES)
+            write_identity_copy(files, self.fd, self.identity)
         self.sealed, self.tombstones, self.tombstones_sector = False, bytearray(), 0
         self.entries = self.entries.sorted_by_sector(without=deleted)
         self.namespaces = set(self.entries.namespaces)
@@ -280,9 +300,7 @@ class Segment:
                 self.deleted_sectors.add(sector)
                 if self.checkpoint_sector:
                     self.checkpoint_sector = 0
-                    files.write_at(
-                        self.fd, [aligned_buffer(SECTOR_BYTES)], self.nbytes - SECTOR_BYTES
-                    )
+                    write_identity_copy(files, self.fd, self.identity)
             files.write_at(self.fd, [aligned_buffer(SECTOR_BYTES)], sector * SECTOR_BYTES)
 
     def _write_tombstone(self, files: Files, sector: int) -> None:

@@ -8,12 +8,11 @@ read in progress completes. The segment's bytes count towards the capacity until
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstore.blocks.key import Key
+from kvstore.tiers.disk.clock import AgeClock
 from kvstore.tiers.disk.index import MAX_OPEN_SEGMENTS, Index, pack_location, unpack_location
 from kvstore.tiers.disk.segment import Segment
 
@@ -35,8 +34,8 @@ class DiskLimits:
     eviction: str = "lru"
     ttl_ms: int = 0
     checkpoint_bytes: int = CHECKPOINT_BYTES
-    clock: Callable[[], float] = time.time
-    """Seconds since 1970."""
+    clock: AgeClock = field(default_factory=AgeClock)
+    """The clock of the blocks' age."""
 
     @property
     def append_window_ms(self) -> float:
@@ -44,7 +43,7 @@ class DiskLimits:
         return self.ttl_ms / TTL_PARTS
 
     def now_ms(self) -> int:
-        return int(self.clock() * 1000)
+        return self.clock.now_ms()
 
 
 class DiskState:
@@ -65,6 +64,8 @@ class DiskState:
         """Number of those that had reached the TTL."""
         self.torn = 0
         """Number of incomplete or corrupt frames that recovery dropped."""
+        self.unreadable_segments = 0
+        """Number of segment files that recovery set aside."""
         self._superseded: OrderedDict[Key, list[tuple[Segment, int]]] = OrderedDict()
         self._acquired = 0
         self._uses = 0

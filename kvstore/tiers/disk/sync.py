@@ -33,7 +33,7 @@ class SyncTasks(Protocol):
     def sync_segment(self, segment: Segment) -> None:
         """Sync a segment, and write a checkpoint if one is due. Ignores a removed segment.
 
-        Raises OSError.
+        Raises OSError, also if its file was deleted.
         """
         ...
 

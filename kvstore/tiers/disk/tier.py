@@ -103,6 +103,7 @@ class DiskTier(Tier):
             self._begin_call()
             found = self._find(key)
             if found is None:
+                self._check_not_lost()
                 return 0
             segment, sector, sectors = found
             nbytes = (sectors - 1) * SECTOR_BYTES
@@ -208,12 +209,14 @@ class DiskTier(Tier):
         """Wait until all acknowledged writes are on stable storage.
 
         Raises TierUnavailable: the sync failed, or an earlier sync of an existing segment failed.
-        The acknowledged blocks are readable then, but may not survive a power loss.
+        The acknowledged blocks are readable then, but may not survive a power loss. Or a directory
+        was deleted or replaced: its blocks are cache misses.
         """
         with self._lock:
             self._check_open()
         for volume in self._volumes.volumes:
             volume.syncer.wait_synced()
+            volume.check_in_place()
         failure = self._volumes.sync_error()
         if failure:
             raise TierUnavailable(f"{self.name}: sync failed: {failure}")
@@ -227,6 +230,7 @@ class DiskTier(Tier):
             "evictions": state.evictions,
             "expired": state.expired,
             "torn": state.torn,
+            "segments_unreadable": state.unreadable_segments,
             **self._counts,
             "direct_io": int(self._files.direct_io),
         }
@@ -271,6 +275,13 @@ class DiskTier(Tier):
         self._check_open()
         if self._has_ttl:
             self._volumes.expire_segments()
+
+    def _check_not_lost(self) -> None:
+        """The caller owns the lock. Raises TierUnavailable: the only directory is lost."""
+        reason = self._volumes.lost_reason()
+        if reason:
+            self._counts["errors"] += 1
+            raise TierUnavailable(f"{self.name}: {reason}")
 
     def _find(self, key: Key) -> tuple[Segment, int, int] | None:
         """(segment, sector, sectors) of a block in a directory that is up. The caller owns the
@@ -353,6 +364,8 @@ class DiskTier(Tier):
                 )
                 if segment.sync_error:
                     raise OSError(errno.EIO, f"sync failed: {segment.sync_error}")
+                if volume.lost:
+                    raise OSError(errno.ESTALE, volume.lost)
             written = True
         except OSError as error:
             failure = self._map_write_error(volume, error)

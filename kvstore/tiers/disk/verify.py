@@ -19,6 +19,7 @@ from kvstore.blocks.frame import (
 )
 from kvstore.blocks.key import Key
 from kvstore.errors import ConfigError, FrameInvalid
+from kvstore.tiers.disk.aside import SetAside
 from kvstore.tiers.disk.files import SECTOR_BYTES, Files
 from kvstore.tiers.disk.layout import SegmentInvalid
 from kvstore.tiers.disk.lockfile import DirectoryLock, segment_paths
@@ -51,6 +52,8 @@ class VerifyReport:
     segments: int = 0
     segments_corrupt: int = 0
     """Number of unreadable segment files: header and trailer are corrupt."""
+    segments_set_aside: int = 0
+    """Number of unreadable segment files that a tier set aside earlier. They are not checked."""
     segments_unsealed: int = 0
     """Number of segments without a valid footer, after a kill or because it is corrupt. They are
     scanned for frames."""
@@ -76,7 +79,9 @@ def verify(
             lock = DirectoryLock(directory, create=False)
             locks.callback(lock.release)
         paths = [path for directory in directories for path in segment_paths(directory)]
-        return _Verifier(progress).run(paths)
+        report = _Verifier(progress).run(paths)
+        report.segments_set_aside = sum(len(SetAside(Files(), each)) for each in directories)
+        return report
 
 
 class _Verifier:

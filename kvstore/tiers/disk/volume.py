@@ -8,13 +8,13 @@ import threading
 import time
 
 from kvstore.blocks.key import Key
-from kvstore.cache.eviction import eviction_policy
-from kvstore.errors import TierFull
+from kvstore.errors import ConfigError, TierFull
 from kvstore.tiers.disk.files import SECTOR_BYTES, Files
 from kvstore.tiers.disk.index import MAX_OPEN_SEGMENTS
-from kvstore.tiers.disk.lockfile import LOCK_BYTES
+from kvstore.tiers.disk.lockfile import DirectoryLock
 from kvstore.tiers.disk.recover import index_segment, recover
 from kvstore.tiers.disk.segment import Segment
+from kvstore.tiers.disk.segment_set import SegmentSet
 from kvstore.tiers.disk.state import DiskLimits, DiskState
 from kvstore.tiers.disk.sync import Syncer
 
@@ -26,23 +26,22 @@ MAX_ROLLS = 4
 """Maximum number of new segments that other writes may fill before a frame is rejected."""
 OVERHEAD_SECTORS = 5
 """Sectors of a segment that frames cannot use: the header and the smallest footer."""
-
+MIN_RECORD_S = 1.0
+"""Minimum time between two records of the age clock."""
+_NO_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 Reservation = tuple[Segment, int]
 """Room for a frame: the segment and the first sector."""
 
 
-class Volume:
-    """The segments of one directory. The lock of `state` guards them.
-
-    Methods take the lock unless their docstring says that the caller owns it.
-    """
+class Volume(SegmentSet):
+    """Writes to the segments of one directory."""
 
     def __init__(
         self,
         state: DiskState,
         files: Files,
-        directory: str,
+        directory_lock: DirectoryLock,
         volume_no: int,
         limits: DiskLimits,
         name: str,
@@ -51,63 +50,20 @@ class Volume:
 
         volume_no: number of the directory in the tier. Raises ConfigError.
         """
-        self.directory = directory
-        self.volume_no = volume_no
+        super().__init__(state, files, directory_lock, volume_no, limits)
         self.writes_in_progress = 0
         """Number of frames being written to this directory."""
-        self.expires_ms = 0
-        """When the first segment expires, in milliseconds since 1970; 0: never."""
-        self._state = state
-        self._files = files
-        self._limits = limits
         self._roll_lock = threading.Lock()
-        self._segments: dict[int, Segment] = {}
-        """Segments by sequence number, oldest first."""
-        self._eviction_policy = eviction_policy(
-            limits.eviction, max(1, limits.capacity_bytes // limits.segment_bytes)
-        )
-        self._active: Segment | None = None
         self._next_sequence_no = 1
-        self._total_bytes = LOCK_BYTES
-        self._closing_count = 0
-        self._expired_segments: list[Segment] = []
-        """Expired segments whose files are not deleted yet."""
+        self._most_segments = 0
+        """Maximum number of segments since the opening, or since the last `clear`."""
+        self._full = False
+        """The file system had no room for the last new segment."""
+        self._recorded_ms = 0
+        """The last record of the age clock."""
         self._recover()
+        directory_lock.record_time(limits.clock.read())
         self.syncer = Syncer(self, name=f"{name}-{volume_no}")
-
-    # ------------------------------------------------------------------ lookups
-
-    def touch(self, segment: Segment) -> None:
-        """Record a read or write of the segment. The caller owns the lock."""
-        self._state.touch(segment)
-        self._eviction_policy.on_access(segment.sequence_no)
-
-    def sync_error(self) -> str:
-        """Error of the first segment whose sync failed; "" if none failed."""
-        with self._state.lock:
-            errors = (segment.sync_error for segment in self._segments.values())
-            return next(filter(None, errors), "")
-
-    def stats(self) -> dict[str, int]:
-        """Statistics of this directory. The caller owns the lock."""
-        return {"bytes_used": self._total_bytes, "segments": len(self._segments)}
-
-    # ------------------------------------------------------------------ references
-
-    def release(self, segment: Segment) -> None:
-        """Drop a reference to a segment; the last one closes it."""
-        with self._state.lock:
-            last = self._state.release(segment)
-        if last:
-            self.close_segment(segment)
-
-    def close_segment(self, segment: Segment) -> None:
-        """Close a removed segment without references; its bytes become free."""
-        self._files.close(segment.fd)
-        with self._state.lock:
-            self._total_bytes -= segment.nbytes
-            self._closing_count -= 1
-            self._state.changed.notify_all()
 
     # ------------------------------------------------------------------ writing
 
@@ -116,7 +72,7 @@ class Volume:
         reference until `end_write`. The caller owns the lock.
         """
         segment = self._active
-        if segment is None or self._is_append_window_over(segment):
+        if segment is None or self.lost or self._is_append_window_over(segment):
             return None
         sector = segment.reserve(key, sectors)
         if not sector:
@@ -129,8 +85,10 @@ class Volume:
     def reserve(self, key: Key, sectors: int) -> Reservation:
         """Reserve sectors for a frame, in a new segment if necessary.
 
-        Raises TierFull; OSError: a new segment cannot be created.
+        Raises TierFull; OSError: a new segment cannot be created, or the directory is lost.
         """
+        if self.lost and (reason := self.check_in_place()):
+            raise OSError(errno.ESTALE, reason)
         with self._roll_lock:
             # Other writes may fill the new segment first.
             for turn in range(MAX_ROLLS + 1):
@@ -186,6 +144,7 @@ class Volume:
         """Write the footer. After an error the next opening scans the segment; no data is lost."""
         try:
             if not segment.removed:
+                self.check_in_place(segment)
                 segment.seal(self._files)
         except OSError as error:
             log.warning("%s: cannot write the footer: %s", segment.path, error)
@@ -198,7 +157,11 @@ class Volume:
             self.close_segment(segment)
 
     def sync_segment(self, segment: Segment) -> None:
-        """Sync a segment, and write a checkpoint if enough was written. Raises OSError."""
+        """Sync a segment, and write a checkpoint if enough was written.
+
+        Raises OSError, also if the file is not in place.
+        """
+        reason = self.check_in_place(segment)
         with self._state.lock:
             if segment.removed:
                 return
@@ -216,60 +179,77 @@ class Volume:
                 segment.checkpoint(self._files, entries, sector, deleted_count)
         finally:
             self.release(segment)
+        if reason:
+            raise OSError(errno.ESTALE, reason)
 
     def remove_expired(self) -> float | None:
-        """Remove expired segments; returns the seconds until the next one expires, or None."""
+        """Remove expired segments, and record the age clock now and then.
+
+        Returns the seconds until the next one expires or the next record; None: neither.
+        """
         if not self._limits.ttl_ms:
             return None
+        record_s = self._record_time()
         with self._state.lock:
             self.expire_segments()
             expired, self._expired_segments = self._expired_segments, []
             expires_ms = self.expires_ms
         for segment in expired:
             self._delete_file(segment)
-        return max(0.0, (expires_ms - self._limits.now_ms()) / 1000) if expires_ms else None
-
-    def expire_segments(self) -> bool:
-        """Remove expired segments from the index; returns whether `remove_expired` has files to
-        delete. The caller owns the lock."""
         now_ms = self._limits.now_ms()
-        if not self.expires_ms or now_ms < self.expires_ms:
-            return False
-        old = [s for s in self._segments.values() if s.created_ms + self._limits.ttl_ms <= now_ms]
-        for segment in old:
-            if segment is self._active:
-                self._active = None
-            self._state.expired += self._unregister_segment(segment)
-        self._expired_segments += old
-        return bool(old)
+        if self._aside:
+            self._aside.delete_written_before(now_ms - self._limits.ttl_ms)
+        return max(0.0, min(record_s, (expires_ms - now_ms) / 1000 if expires_ms else record_s))
+
+    def _record_time(self) -> float:
+        """Record the age clock if it is due; returns the seconds until the next record."""
+        every_ms = max(MIN_RECORD_S * 1000, self._limits.append_window_ms)
+        reading = self._limits.clock.read()
+        if reading[0] >= self._recorded_ms + every_ms:
+            self._recorded_ms = reading[0]
+            try:
+                self._directory_lock.record_time(reading)
+            except ConfigError as error:
+                log.warning("cannot record the time: %s", error)
+        return (self._recorded_ms + every_ms - reading[0]) / 1000
 
     # ------------------------------------------------------------------ room
 
     def _add_segment(self) -> None:
-        """Create a new active segment, reclaiming others for it. The caller owns the roll lock."""
+        """Create a new active segment, reclaiming others for it. The caller owns the roll lock.
+
+        Raises TierFull, OSError.
+        """
+        # Another process may use a directory that replaced this one.
+        if reason := self.check_in_place():
+            raise OSError(errno.ESTALE, reason)
         # After a failed sync, sync the new segment first to test the disk. Otherwise a disk that
         # cannot sync would take one segment after another, each at the cost of older blocks.
         sync_first = bool(self.sync_error())
         self.remove_expired()
-        deadline_s = time.monotonic() + RECLAIM_WAIT_S
+        full = False
         while True:
-            reuse = self._make_room()
+            reuse = self._make_room(full=full)
             try:
                 segment = self._create_segment(sync_first, reuse)
                 break
             except OSError as error:
                 with self._state.lock:
                     self._total_bytes -= self._limits.segment_bytes
+                full = error.errno in _NO_SPACE_ERRNOS and reuse is None
                 if reuse is not None:
                     log.warning("%s cannot be reused: %s", reuse.path, error)
-                elif error.errno != errno.ENOSPC or not self._reclaim_segment(deadline_s):
+                elif not full:
                     raise
-                else:
-                    log.warning("%s: the file system is full; reclaiming a segment", self.directory)
+                elif self._aside and self._aside.delete_oldest():
+                    full = False
         self._next_sequence_no += 1
         with self._state.lock:
             self._register_segment(segment)
             self._active = segment
+            self._most_segments = max(self._most_segments, len(self._segments))
+            if not full:
+                self._full = False
 
     def _create_segment(self, sync_first: bool, reuse: Segment | None) -> Segment:
         limits = self._limits
@@ -290,19 +270,25 @@ class Volume:
             self._files.unlink(segment.path)
             raise
 
-    def _make_room(self) -> Segment | None:
-        """Reserve the bytes of a new segment, reclaiming others if necessary. Raises TierFull.
+    def _make_room(self, *, full: bool) -> Segment | None:
+        """Reserve the bytes of a new segment, reclaiming others if necessary.
 
-        Returns a removed segment whose file the new one can reuse, or None.
+        Returns a removed segment whose file the new one can reuse, or None. full: the file system
+        has no room for a new file, so reclaim a segment first. Reusing its file takes no room.
+        Deleting it may give the room to other programs, so half of the segments are kept.
+
+        Raises TierFull.
         """
         limits = self._limits
         deadline_s = time.monotonic() + RECLAIM_WAIT_S
         while True:
             with self._state.lock:
-                fits = self._total_bytes + limits.segment_bytes <= limits.capacity_bytes
-                if fits and len(self._state.segments) < MAX_OPEN_SEGMENTS:
+                fits = self._used_bytes() + limits.segment_bytes <= limits.capacity_bytes
+                if fits and not full and len(self._state.segments) < MAX_OPEN_SEGMENTS:
                     self._total_bytes += limits.segment_bytes
                     return None
+                if full:
+                    self._check_reclaimable()
                 victim = self._pop_victim()
                 if victim is not None and self._is_reusable(victim):
                     self._closing_count -= 1
@@ -312,90 +298,33 @@ class Volume:
                         raise TierFull(f"{self.directory}: no segment can be reclaimed now")
                     continue
             self._delete_file(victim)
+            full = False
 
-    def _is_reusable(self, removed: Segment) -> bool:
-        """Whether a new segment can reuse the file of a removed one. The caller owns the lock.
-
-        Not with a TTL: the bytes of expired blocks must be deleted, not only become unreachable.
-        """
-        unused = removed.refs == 1 and not removed.truncated and not removed.sync_error
-        return unused and removed.nbytes == self._limits.segment_bytes and not self._limits.ttl_ms
-
-    def _reclaim_segment(self, deadline_s: float) -> bool:
-        """Evict an idle segment, or wait until one is idle or closed. Returns False if no space was
-        freed and none will be."""
-        with self._state.lock:
-            victim = self._pop_victim()
-            if victim is None:
-                return self._wait_for_room(deadline_s)
-        self._delete_file(victim)
-        return True
-
-    def _wait_for_room(self, deadline_s: float) -> bool:
-        """Wait for a change; returns False if none is expected. The caller owns the lock."""
-        waits = self._closing_count or any(
-            segment.writing or segment.seal_pending for segment in self._segments.values()
-        )
-        left_s = deadline_s - time.monotonic()
-        return bool(waits) and left_s > 0 and self._state.changed.wait(left_s)
-
-    def _pop_victim(self) -> Segment | None:
-        """Unregister the first idle segment in eviction order. Returns None while an earlier victim
-        has readers, since its bytes will become free. The caller owns the lock."""
-        if self._closing_count:
-            return None
-        for sequence_no in self._eviction_policy.eviction_order():
-            segment = self._segments[sequence_no]
-            if not segment.writing and not segment.seal_pending and segment is not self._active:
-                self._unregister_segment(segment)
-                return segment
-        return None
-
-    def _register_segment(self, segment: Segment) -> None:
-        """Add a segment. The caller owns the lock."""
-        segment.volume_no = self.volume_no
-        self._state.add_segment(segment)
-        self._segments[segment.sequence_no] = segment
-        self._eviction_policy.on_insert(segment.sequence_no, segment.nbytes)
-        self._set_expiry()
-
-    def _unregister_segment(self, segment: Segment) -> int:
-        """Remove a segment and its blocks; returns the number of blocks. The caller owns the lock,
-        and calls `_delete_file` afterwards."""
-        self._closing_count += 1
-        del self._segments[segment.sequence_no]
-        self._eviction_policy.on_remove(segment.sequence_no)
-        self._set_expiry()
-        return self._state.remove_segment(segment)
-
-    def _set_expiry(self) -> None:
-        if self._limits.ttl_ms:
-            created = (segment.created_ms for segment in self._segments.values())
-            oldest_ms = min(created, default=0)
-            self.expires_ms = oldest_ms + self._limits.ttl_ms if oldest_ms else 0
-
-    def _delete_file(self, segment: Segment) -> None:
-        """Delete the file of a removed segment, and drop the volume's reference."""
-        try:
-            self._files.unlink(segment.path)
-        except OSError as error:
-            log.error("%s: cannot delete the file: %s", segment.path, error)
-        with self._state.lock:
-            segment.refs -= 1
-            last = segment.refs == 0
-        if last:
-            self.close_segment(segment)
+    def _check_reclaimable(self) -> None:
+        """Check that a segment may be reclaimed because the file system is full. The caller owns
+        the lock. Raises TierFull: not more than half of the segments are left."""
+        if not self._full:
+            self._full = True
+            log.warning("%s: the file system is full; reclaiming segments", self.directory)
+        least = max(self._most_segments // 2, 1 if self._limits.ttl_ms else 0)
+        if len(self._segments) <= least:
+            raise TierFull(
+                f"{self.directory}: the file system is full, and the last {least} segments are kept"
+            )
 
     def clear(self) -> None:
-        """Remove all segments, including frames being written."""
+        """Remove all segments, including frames being written, and the files set aside."""
         with self._roll_lock:
             with self._state.lock:
                 self._active = None
                 segments = list(self._segments.values())
                 for segment in segments:
                     self._unregister_segment(segment)
+                self._most_segments = 0
             for segment in segments:
                 self._delete_file(segment)
+            if self._aside and not self.check_in_place():
+                self._aside.delete_all()
 
     # ------------------------------------------------------------------ start and end
 
@@ -404,16 +333,19 @@ class Volume:
             self._files, self.directory, self._limits, MAX_OPEN_SEGMENTS - len(self._state.segments)
         )
         self._state.torn += result.torn
+        self._state.unreadable_segments += result.unreadable
+        self._aside = result.aside
+        self._next_sequence_no = result.last_sequence_no + 1
         for segment in result.segments:
-            self._next_sequence_no = segment.sequence_no + 1
             self._total_bytes += segment.nbytes
             self._register_segment(segment)
             index_segment(self._files, self._state, segment)
-        while self._total_bytes > self._limits.capacity_bytes and self._segments:
+        while self._used_bytes() > self._limits.capacity_bytes and self._segments:
             with self._state.lock:
                 victim = self._pop_victim()
             assert victim is not None, "a segment is in use before the tier is open"
             self._delete_file(victim)
+        self._most_segments = len(self._segments)
         self._resume_newest()
         for segment in self._segments.values():
             if not segment.sealed and segment is not self._active:
@@ -445,3 +377,7 @@ class Volume:
                 self.seal_segment(segment)
             self._files.close(segment.fd)
         self._segments.clear()
+        try:
+            self._directory_lock.record_time(self._limits.clock.read())
+        except ConfigError as error:
+            log.warning("cannot record the time: %s", error)

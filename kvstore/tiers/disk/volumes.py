@@ -23,6 +23,7 @@ from kvstore.tiers.disk.lockfile import (
     DirectoryLock,
     DirectoryUnavailable,
     has_lock_file,
+    has_valid_segment,
     path_digest,
 )
 from kvstore.tiers.disk.segment import Segment
@@ -67,6 +68,8 @@ class Volumes:
         Raises ConfigError: no directory can be used, or one is invalid.
         """
         _check_different(directories)
+        # The working directory may change while the tier is open.
+        directories = [os.path.abspath(directory) for directory in directories]
         self._name = name
         self._clock = clock
         self._state = state
@@ -115,11 +118,18 @@ class Volumes:
 
     def is_up(self, volume: Volume) -> bool:
         """Whether a directory may be used now. The caller owns the lock."""
+        if volume.lost:
+            return False
         return not self._down_count or self._clock() >= self._health[volume.volume_no].down_until_s
 
     def are_all_up(self) -> bool:
-        """Whether no directory is disabled. The caller owns the lock."""
-        return not self._down_count
+        """Whether no directory is disabled or lost. The caller owns the lock."""
+        return not self._down_count and not any(volume.lost for volume in self.volumes)
+
+    def lost_reason(self) -> str:
+        """Why the only directory of the tier is lost; "": it is not, or there are others. The
+        caller owns the lock."""
+        return self.volumes[0].lost if self.is_single() else ""
 
     def record_success(self, volume: Volume) -> None:
         """Record a successful call. The caller owns the lock."""
@@ -196,7 +206,7 @@ class Volumes:
         # Directories with a lock file come first, because it lists the other ones.
         for directory in sorted(directories, key=has_lock_file, reverse=True):
             try:
-                if path_digest(directory) in peers and not has_lock_file(directory):
+                if path_digest(directory) in peers and not _was_used(directory):
                     raise DirectoryUnavailable(
                         f"{directory!r} contained blocks of this tier and is now empty; mount its "
                         "disk, or create an empty file kvstore.lock in it to start empty"
@@ -208,13 +218,16 @@ class Volumes:
                 continue
             self._locks.append(lock)
             peers |= lock.peers
+        for lock in self._locks:
+            if lock.time is not None:
+                limits.clock.advance(*lock.time)
         digests = [path_digest(directory) for directory in directories]
         for lock in list(self._locks):
             volume_no = len(self.volumes)
             try:
                 if len(directories) > 1:
                     lock.record_peers(digests)
-                volume = Volume(self._state, files, lock.directory, volume_no, limits, self._name)
+                volume = Volume(self._state, files, lock, volume_no, limits, self._name)
             except DirectoryUnavailable as error:
                 errors.append(error)
                 self.missing.append(lock.directory)
@@ -226,6 +239,16 @@ class Volumes:
             raise errors[0]
         for each in errors:
             log.error("%s: starting without a directory: %s", self._name, each)
+
+
+def _was_used(directory: str) -> bool:
+    """Whether a tier used this directory: it has a lock file, or segments without one."""
+    if has_lock_file(directory):
+        return True
+    try:
+        return has_valid_segment(directory)
+    except OSError:
+        return False
 
 
 def _check_different(directories: Sequence[str]) -> None:
