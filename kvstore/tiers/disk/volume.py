@@ -220,12 +220,12 @@ class Volume(SegmentSet):
 
         Raises TierFull, OSError.
         """
-        # Another process may use a directory that replaced this one.
-        if reason := self.check_in_place():
-            raise OSError(errno.ESTALE, reason)
         # After a failed sync, sync the new segment first to test the disk. Otherwise a disk that
         # cannot sync would take one segment after another, each at the cost of older blocks.
         sync_first = bool(self.sync_error())
+        # Another process may use a directory that replaced this one.
+        if reason := self.check_in_place():
+            raise OSError(errno.ESTALE, reason)
         self.remove_expired()
         full = False
         while True:
