@@ -109,12 +109,13 @@ def test_no_flipped_bit_of_the_first_sector_costs_the_identity(
         every = [(at, bit) for at, bit in every if at not in VERSION_BYTES]
         every = [(at, bit) for at, bit in every if at < FIELDS_BYTES or at % 8 == bit]
     files = Files(direct_io=False)
-    identity = Segment.open(files, str(segment), writable=False).identity
+    first = Segment.open(files, str(segment), writable=False)
+    files.close(first.fd)
     for at, bit in every:
         flip(segment, at, 1 << bit)
         opened = Segment.open(files, str(segment), writable=False)
         files.close(opened.fd)
-        assert opened.identity == identity, f"bit {bit} of byte {at}"
+        assert opened.identity == first.identity, f"bit {bit} of byte {at}"
         flip(segment, at, 1 << bit)
 
 

@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class RecoveryResult:
-    """aside: the unreadable files, those of earlier openings included. segments: oldest first, not
-    yet indexed. torn: number of frames that scans dropped. unreadable: number of files set aside
-    now. last_sequence_no: the highest number of any segment file; 0: none."""
+    """segments: oldest first, not yet indexed. torn: number of frames that scans dropped. aside:
+    unreadable files, also of earlier openings. unreadable: number of files set aside now.
+    last_sequence_no: the highest number of any segment file; 0: none."""
 
-    aside: SetAside
     segments: list[Segment] = field(default_factory=list)
     torn: int = 0
+    aside: SetAside | None = None
     unreadable: int = 0
     last_sequence_no: int = 0
 
@@ -45,11 +45,11 @@ def recover(files: Files, directory: str, limits: DiskLimits, max_segments: int)
     Raises ConfigError: a segment cannot be opened, or there are more than `max_segments`.
     Raises DirectoryUnavailable: the disk fails.
     """
-    result = None
+    result = RecoveryResult()
     try:
-        result = RecoveryResult(SetAside(files, directory))
+        aside = result.aside = SetAside(files, directory)
         for path in segment_paths(directory):
-            segment = _open_segment(files, path, result)
+            segment = _open_segment(files, path, result, aside)
             if segment is None:
                 continue
             # Without a recorded time, no age counts from before the newest segment.
@@ -63,31 +63,31 @@ def recover(files: Files, directory: str, limits: DiskLimits, max_segments: int)
                 continue
             result.segments.append(segment)
             _load_entries(files, segment, result)
-        result.last_sequence_no = max(result.last_sequence_no, result.aside.last_sequence_no())
+        result.last_sequence_no = max(result.last_sequence_no, aside.last_sequence_no())
         if limits.ttl_ms:
-            result.aside.delete_written_before(limits.now_ms() - limits.ttl_ms)
-        result.aside.trim(limits.capacity_bytes // 2)
+            aside.delete_written_before(limits.now_ms() - limits.ttl_ms)
+        aside.trim(limits.capacity_bytes // 2)
         if len(result.segments) > max_segments:
             raise ConfigError(
                 f"{directory!r} contains more than {max_segments} segments; move some away, or use "
                 "another directory"
             )
     except OSError as error:
-        if result is not None:
-            _close_segments(files, result)
+        _close_segments(files, result)
         kind = DirectoryUnavailable if error.errno in DISK_ERRNOS else ConfigError
         raise kind(
             f"the disk tier cannot open {directory!r}: {error.strerror}; make its files readable "
             "and writable for this user, or raise the limit on open files"
         ) from None
     except ConfigError:
-        assert result is not None
         _close_segments(files, result)
         raise
     return result
 
 
-def _open_segment(files: Files, path: str, result: RecoveryResult) -> Segment | None:
+def _open_segment(
+    files: Files, path: str, result: RecoveryResult, aside: SetAside
+) -> Segment | None:
     """Open one segment file, or set it aside and return None. Raises OSError."""
     result.last_sequence_no = max(result.last_sequence_no, sequence_no_of(path))
     try:
@@ -97,7 +97,7 @@ def _open_segment(files: Files, path: str, result: RecoveryResult) -> Segment | 
         files.unlink(path)
         return None
     except SegmentInvalid as error:
-        target = result.aside.add(path)
+        target = aside.add(path)
         result.unreadable += 1
         log.error("%s: unreadable segment, set aside as %s: %s", path, target, error)
         return None
