@@ -188,7 +188,7 @@ def test_the_drafter_of_speculative_decoding_is_part_of_the_namespace() -> None:
         settings = StoreSettings(revision=revision)
         return namespaces_of(engine, a_config(a_spec()), settings)[0].digest
 
-    other_weights = HfConfig(hidden_size=8, _commit_hash="ffff0123456789abcdef")
+    other_weights = HfConfig(hidden_size=8, _commit_hash="ffff" * 10)
     more_tokens = a_drafter()
     more_tokens.num_speculative_tokens = 3
     digests = [

@@ -17,7 +17,7 @@ def engine_config(engine_id: str) -> tuple[Any, Any]:
     """vLLM's VllmConfig and KVCacheConfig of the engine whose offloading creates the caller.
 
     engine_id: of vLLM's OffloadingConfig. The innermost call of this engine counts: a
-    MultiConnector has a configuration of its own for each connector.
+    MultiConnector has a separate configuration for each connector.
 
     Raises ConfigError: no caller has them, so this release of vLLM creates tiers in another way.
     """
