@@ -34,8 +34,8 @@ from kvstore.connectors.common.weights_digest import WEIGHT_FILES, fingerprint
 log = logging.getLogger("vllm.kvstore")
 
 SNAPSHOT_WAIT_S: Final = 0.005
-"""How long a step waits for the snapshot of a folder. It takes 0.1 ms on a local disk; the first one
-reads all bytes of the adapter, and takes as long as that."""
+"""How long a step waits for the snapshot of a folder. It takes 0.1 ms on a local disk, except
+the first one, which reads all bytes of the adapter."""
 CLOCK_SKEW_S: Final = 0.1
 """Minimum difference between the times of the files and of the engine's start: file times are
 coarse, and a file server has another clock."""
