@@ -56,6 +56,9 @@ FOREIGN_WORDS = {
     "num_chu" "nks": "attribute of vLLM's offloading",
     "blocks_per_chu" "nk": "option of vLLM's offloading",
     "kv_bytes_per_chu" "nk": "argument of vLLM's offloading",
+    "enable_chu" "nked_prefill": "argument of vLLM",
+    "disable_chu" "nked_mm_input": "argument of vLLM",
+    "enable_chu" "nked_processing": "argument of vLLM",
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -38,4 +38,4 @@ def test_the_computing_dtype_of_a_server(tmp_path: Path) -> None:
     for argument, expected in (("auto", "bfloat16"), ("half", "float16"), ("float32", "float32")):
         arguments = ServerArgs(model_path=str(tmp_path), dtype=argument, device="cpu")
         model_config_of(arguments)
-        assert compute_dtype(pickle.loads(pickle.dumps(arguments))) == expected
+        assert compute_dtype(ForkingPickler.loads(ForkingPickler.dumps(arguments))) == expected
