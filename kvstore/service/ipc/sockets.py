@@ -37,8 +37,9 @@ class UnixListener(socket.socket):
 
     def open(self) -> None:
         """Create the file, and listen. Raises OSError."""
-        # Accepted sockets inherit this. See `ProcessReceiver`.
-        self.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        # Accepted sockets inherit this. Without it, `ProcessReceiver` cannot tell processes apart.
+        with contextlib.suppress(OSError):
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self.bind(self.path)
         self._file = file_id(self.path)
         os.chmod(self.path, 0o660)
