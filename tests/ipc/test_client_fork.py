@@ -155,6 +155,7 @@ class Names(Sequence[int]):
         return len(self._client.match([MINE[index]]).tiers)
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_data_loader(sidecar: ForkedSidecar) -> None:
     data = pytest.importorskip("torch.utils.data")
     with Client(sidecar.socket, NAMESPACE) as parent:
