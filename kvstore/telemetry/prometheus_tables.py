@@ -130,6 +130,27 @@ TIER_METRICS: Final = (
         {"": "checksum_failures"},
     ),
     (
+        "kvstore_tier_segments_unreadable",
+        COUNTER,
+        "Segment files of the disk tier found unreadable; each was set aside.",
+        "",
+        {"": "segments_unreadable"},
+    ),
+    (
+        "kvstore_tier_segments_set_aside",
+        GAUGE,
+        "Unreadable segment files that are set aside in the disk tier's directories.",
+        "",
+        {"": "segments_set_aside"},
+    ),
+    (
+        "kvstore_tier_directories_down",
+        GAUGE,
+        "Directories of the disk tier that are not used: missing, failing, deleted or replaced.",
+        "",
+        {"": "directories_down"},
+    ),
+    (
         "kvstore_tier_up",
         GAUGE,
         "1 while the tier is up, 0 while its circuit breaker is open.",

@@ -91,6 +91,7 @@ class FaultyFiles(Files):
         super().__init__()
         self.failing: dict[str, int] = {}
         self.room_bytes = 1 << 60
+        self.full_errno = errno.ENOSPC
         self.short = 0
         self.only = str(only or "")
 
@@ -121,7 +122,7 @@ class FaultyFiles(Files):
 
     def _allocate(self, fd: int, nbytes: int) -> None:
         if nbytes > self.room_bytes:
-            raise OSError(errno.ENOSPC, "no space")
+            raise OSError(self.full_errno, "no space")
         super()._allocate(fd, nbytes)
         self.room_bytes -= nbytes
 

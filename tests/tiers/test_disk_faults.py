@@ -107,8 +107,12 @@ def test_sizes_that_cannot_be_are_refused(directory: Path) -> None:
     assert disk.segment_bytes_for(disk.Config(directory="x", capacity="50GiB")) == 256 * MIB
 
 
-def test_a_full_file_system_reclaims_and_goes_on(directory: Path, buffer: FrameBuffer) -> None:
+@pytest.mark.parametrize("full", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_file_system_reclaims_and_goes_on(
+    directory: Path, buffer: FrameBuffer, full: int
+) -> None:
     files = FaultyFiles()
+    files.full_errno = full
     files.room_bytes = 3 * MIB
     tier = open_disk(directory, files, capacity=8 * MIB, segment=MIB)
     keys = put(tier, buffer, range(400))

@@ -210,6 +210,22 @@ def test_a_file_that_cannot_be_used_again_on_a_full_disk(small: MountSmall) -> N
     tier.close()
 
 
+def test_a_full_disk_with_nothing_but_files_set_aside_is_opened(small: MountSmall) -> None:
+    folder = small(4 * MIB)
+    tier = open_disk(folder / "d", capacity=2 * MIB, segment=MIB // 2)
+    put(tier, FrameBuffer(MIB), range(10))
+    tier.close()
+    (damaged,) = segment_files(folder / "d")
+    damaged.write_bytes(b"x" * damaged.stat().st_size)
+    fill(folder)
+    tier = open_disk(folder / "d", capacity=2 * MIB, segment=MIB // 2)
+    assert tier.stats()["segments_set_aside"] == 1
+    keys = put(tier, FrameBuffer(MIB), range(10))
+    assert readable_keys(tier, FrameBuffer(MIB), keys) == keys
+    assert tier.stats()["segments_set_aside"] == 0
+    tier.close()
+
+
 def test_files_set_aside_leave_a_full_disk_before_any_block(small: MountSmall) -> None:
     folder = small(8 * MIB)
     buffer = FrameBuffer(MIB)

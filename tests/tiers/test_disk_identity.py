@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,8 +21,18 @@ from disk_rig import (
     readable_keys,
     segment_files,
 )
+from sidecar_rig import (
+    LIMIT_S,
+    NAMESPACE,
+    ForkedSidecar,
+    disk,
+    hashes_of,
+    wait_until,
+)
+from sidecar_rig import put as save
 
 from kvstore.blocks.key import Key
+from kvstore.ipc.client import Client
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk.aside import MAX_SET_ASIDE, SetAside
@@ -99,15 +110,15 @@ def aside(directory: Path) -> list[Path]:
 def test_no_flipped_bit_of_the_first_sector_costs_the_identity(
     directory: Path, release: str
 ) -> None:
-    """Every bit of the sector, or of the fields and one of every other byte."""
+    """Every bit of the fields, and one of every byte behind them."""
     write_and_be_killed(directory)
     (segment,) = segment_files(directory)
-    every = [(at, bit) for at in range(SECTOR_BYTES) for bit in range(8)]
+    every = [(at, bit) for at in range(FIELDS_BYTES) for bit in range(8)]
+    every += [(at, at % 8) for at in range(FIELDS_BYTES, SECTOR_BYTES)]
     if release == "older":
         as_an_older_release(directory)
         # The version's only copy would be that of a later release.
         every = [(at, bit) for at, bit in every if at not in VERSION_BYTES]
-        every = [(at, bit) for at, bit in every if at < FIELDS_BYTES or at % 8 == bit]
     files = Files(direct_io=False)
     first = Segment.open(files, str(segment), writable=False)
     files.close(first.fd)
@@ -241,6 +252,23 @@ def test_an_unreadable_segment_is_set_aside_and_counted(
     assert readable_keys(tier, buffer, KEYS) == KEYS
     assert tier.stats()["segments_set_aside"] == 0
     tier.close()
+
+
+def test_a_sidecar_counts_the_files_that_it_set_aside(tmp_path: Path) -> None:
+    sidecar = ForkedSidecar(tmp_path, disk(tmp_path / "disk"))
+    with Client(sidecar.socket, NAMESPACE) as client:
+        assert save(client, hashes_of("lost", 4)) == 4
+        assert client.sync(LIMIT_S)
+        wait_until(lambda: sidecar.stats()["tiers"]["disk"]["blocks"] == 4, "written")
+    sidecar.kill()
+    damage(segment_files(tmp_path / "disk")[0], 0, -1)
+    sidecar.start()
+    with urllib.request.urlopen(f"{sidecar.url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    for name in ("segments_unreadable_total", "segments_set_aside"):
+        assert f'kvstore_tier_{name}{{tier="disk"}} 1.0' in lines
+    assert 'kvstore_tier_directories_down{tier="disk"} 0.0' in lines
+    assert sidecar.stop() == 0
 
 
 def test_the_number_of_the_newest_segment_is_not_used_again(

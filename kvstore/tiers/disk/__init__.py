@@ -34,6 +34,7 @@ from kvstore.config.settings import Section
 from kvstore.config.units import format_bytes
 from kvstore.errors import ConfigError
 from kvstore.tiers.base import Tier
+from kvstore.tiers.disk.aside import SetAside
 from kvstore.tiers.disk.clock import AgeClock, uptime_s
 from kvstore.tiers.disk.files import SECTOR_BYTES, Files
 from kvstore.tiers.disk.index import MAX_SEGMENT_SECTORS
@@ -168,10 +169,11 @@ def open(
 
 
 def _has_room(directory: str, limits: DiskLimits) -> bool:
-    """Whether one segment fits into the directory, or the directory contains segments already."""
+    """Whether one segment fits into the directory, or it contains segments, also unreadable ones
+    that can be deleted."""
     try:
         status = os.statvfs(directory)
         fits = status.f_bavail * status.f_frsize >= limits.segment_bytes
-        return fits or bool(segment_paths(directory))
+        return fits or bool(segment_paths(directory) or len(SetAside(Files(), directory)))
     except OSError:
         return False

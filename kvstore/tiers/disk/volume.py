@@ -62,7 +62,7 @@ class Volume(SegmentSet):
         self._recorded_ms = 0
         """The last record of the age clock."""
         self._recover()
-        directory_lock.record_time(limits.clock.read())
+        self._record_time()
         self.syncer = Syncer(self, name=f"{name}-{volume_no}")
 
     # ------------------------------------------------------------------ writing
@@ -201,11 +201,11 @@ class Volume(SegmentSet):
             self._aside.delete_written_before(now_ms - self._limits.ttl_ms)
         return max(0.0, min(record_s, (expires_ms - now_ms) / 1000 if expires_ms else record_s))
 
-    def _record_time(self) -> float:
+    def _record_time(self, *, closing: bool = False) -> float:
         """Record the age clock if it is due; returns the seconds until the next record."""
         every_ms = max(MIN_RECORD_S * 1000, self._limits.append_window_ms)
         reading = self._limits.clock.read()
-        if reading[0] >= self._recorded_ms + every_ms:
+        if closing or reading[0] >= self._recorded_ms + every_ms:
             self._recorded_ms = reading[0]
             try:
                 self._directory_lock.record_time(reading)
@@ -377,7 +377,4 @@ class Volume(SegmentSet):
                 self.seal_segment(segment)
             self._files.close(segment.fd)
         self._segments.clear()
-        try:
-            self._directory_lock.record_time(self._limits.clock.read())
-        except ConfigError as error:
-            log.warning("cannot record the time: %s", error)
+        self._record_time(closing=True)
