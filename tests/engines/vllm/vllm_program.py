@@ -27,8 +27,11 @@ class Program:
 
     def do_start(self, args: dict[str, Any]) -> dict[str, Any]:
         from vllm import LLM
+        from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
         self.do_stop()
+        # A start that failed, or was rejected, leaves its connector for the next engine to find.
+        ensure_kv_transfer_shutdown()
         # vLLM collects garbage four times at each start and end, through all it has imported.
         gc.freeze()
         defaults = {
