@@ -35,7 +35,7 @@ from kvstore.prefetch.policy import PrefetchPolicy, WaitComplete
 from kvstore.shm.slab import Slab
 from kvstore.store.store import Store
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.wrappers import RateLimit
+from kvstore.tiers.rate_limit import RateLimit
 
 BLOCK_TOKENS: Final = 16
 WAIT_MS: Final = 600_000.0

@@ -23,6 +23,11 @@ class TierUnavailable(TierError):
     """The tier does not answer now (connection refused, timeout, reset); it may answer later."""
 
 
+class CallRejected(TierUnavailable):
+    """A wrapper did not call the tier: its circuit breaker is open, or a bandwidth limit is used
+    up. This says nothing about the call itself."""
+
+
 class TierFull(TierError):
     """The tier has no room and cannot make any."""
 

@@ -257,6 +257,7 @@ class FaultProxy:
     "hold"    the request waits for `release`; `request_waiting` is set when one waits
 
     `having`: the fault strikes only requests whose head contains this.
+    `bytes_per_s`: speed of the link, shared by all connections in both directions. 0: no limit.
     """
 
     METHODS = (b"GET ", b"PUT ", b"HEAD ", b"POST ", b"DELETE ")
@@ -267,12 +268,17 @@ class FaultProxy:
         self.having = b""
         self.at = 20_000
         self.canned = b""
+        self.bytes_per_s = 0.0
+        self._link_lock = threading.Lock()
+        self._link_free_s = 0.0
         self.heads: list[bytes] = []
         """Heads of all requests so far."""
         self.request_waiting = threading.Event()
         self._released = threading.Event()
         self._stopping = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
+        # Otherwise the kernel would take megabytes of a request before the slow link does.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, PIECE_BYTES)
         self.port: int = self._listener.getsockname()[1]
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self._sockets: list[socket.socket] = []
@@ -341,6 +347,7 @@ class FaultProxy:
                     if now["mode"] == "hold":
                         self.request_waiting.set()
                         self._released.wait(60)
+                self._pass_link(len(piece))
                 server.sendall(piece)
         except OSError:
             pass
@@ -363,6 +370,7 @@ class FaultProxy:
         passed = 0
         try:
             while piece := server.recv(PIECE_BYTES):
+                self._pass_link(len(piece))
                 mode = now["mode"]
                 if mode == "lose":
                     break
@@ -388,6 +396,16 @@ class FaultProxy:
             for sock in (server, client):
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
+
+    def _pass_link(self, nbytes: int) -> None:
+        """Wait until the link has carried these bytes."""
+        if not self.bytes_per_s:
+            return
+        with self._link_lock:
+            self._link_free_s = max(self._link_free_s, time.monotonic())
+            self._link_free_s += nbytes / self.bytes_per_s
+            wait_s = self._link_free_s - time.monotonic()
+        self._stopping.wait(wait_s)
 
     def _swallow(self, client: socket.socket, first: bytes) -> None:
         """Receive the whole request, so that a reset does not discard its reply."""

@@ -49,7 +49,8 @@ from kvstore.telemetry.traffic import OTHER
 from kvstore.telemetry.usage_counters import Record
 from kvstore.tiers.base import Tier
 from kvstore.tiers.tenant_quota import TenantQuotas
-from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker, RateLimit, iter_layers
+from kvstore.tiers.rate_limit import RateLimit
+from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker, iter_layers
 
 DISK_CAPACITY: Final = "10GiB"
 """Default capacity of a disk tier."""

@@ -7,6 +7,9 @@ the call may still write to them. `CallTimeout` therefore does not cancel a call
 call is overdue. The circuit breaker then rejects new calls until the overdue call has ended and a
 probe has succeeded. The connector bounds how long a request waits for a block (`max_wait`).
 
+Late is not dead: a transfer may take time for its bytes, by the tier's measured speed, and a write
+that ends late has shown that the tier works.
+
 Clocks and sleep functions are parameters; all times are in seconds of a monotonic clock.
 """
 
@@ -21,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from kvstore.blocks.key import Key
-from kvstore.errors import TierUnavailable
-from kvstore.tiers.base import IO_ALIGNMENT, ErrorClass, Tier
+from kvstore.errors import CallRejected, TierUnavailable
+from kvstore.tiers.base import ErrorClass, Tier
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +35,13 @@ T = TypeVar("T")
 
 MAX_BACKOFF = 16
 """The reset time doubles at each failed probe, up to this multiple of `reset_s`."""
-MAX_RATE_WAIT_S = 2.0
-"""A transfer that would wait longer for its rate limit is rejected. This is shorter than a closing
-store waits for its workers."""
+MIN_BYTES_PER_S = 256 << 10
+"""Speed of a transfer below which a tier counts as failing, whatever was measured before: a block
+of 2 MiB may take 8 s longer than the timeout."""
+SLACK = 4.0
+"""A transfer may take this many times as long as its bytes took before."""
+KEEP = 0.8
+"""Weight of the earlier transfers when one more is measured."""
 
 _CAPABILITIES = (
     "workers_read",
@@ -94,9 +101,11 @@ def iter_layers(tier: Tier) -> Iterator[Tier]:
 
 
 class CallTimeout(Wrapper):
-    """Records the running calls and when each started.
+    """Records the running calls and when each is overdue.
 
-    timeout_s: seconds after which a call is overdue.
+    timeout_s: seconds after which a call is overdue. A transfer gets more time for its bytes: a
+    multiple of the time that as many bytes took before, at most the time at MIN_BYTES_PER_S. A
+    write gets all of it before the first one has been measured.
     """
 
     def __init__(self, tier: Tier, timeout_s: float, *, clock: Clock = time.monotonic) -> None:
@@ -104,31 +113,43 @@ class CallTimeout(Wrapper):
         self.timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._started_at: dict[int, float] = {}
+        self._overdue_at: dict[int, float] = {}
         self._next_call = 0
         self._exceeded = 0
+        self._measured = {"read": (0.0, 0.0), "write": (1.0, MIN_BYTES_PER_S)}
+        """(seconds, bytes) of recent transfers; older ones count less."""
 
     def overdue_s(self) -> float:
-        """Seconds by which the longest running call exceeds the timeout; 0.0: no call does."""
+        """Seconds by which a running call is overdue, the longest; 0.0: no call is."""
         with self._lock:
-            if not self._started_at:
+            if not self._overdue_at:
                 return 0.0
-            return max(0.0, self._clock() - min(self._started_at.values()) - self.timeout_s)
+            return max(0.0, self._clock() - min(self._overdue_at.values()))
+
+    def is_late(self, nbytes: int, elapsed_s: float) -> bool:
+        """Whether a call that moved these bytes took too long even for a slow tier."""
+        return elapsed_s > self.timeout_s + nbytes / MIN_BYTES_PER_S
 
     def contains(self, keys: Sequence[Key]) -> list[bool]:
-        with self._track_call():
+        with self._track_call(self.timeout_s):
             return self.inner.contains(keys)
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        with self._track_call():
-            return self.inner.read(key, header, payload)
+        return self._transfer(
+            "read", len(payload), lambda: self.inner.read(key, header, payload)
+        )
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
-        with self._track_call():
+        nbytes = len(payload)
+
+        def write() -> int:
             self.inner.write(key, header, payload)
+            return nbytes
+
+        self._transfer("write", nbytes, write)
 
     def delete(self, keys: Sequence[Key]) -> None:
-        with self._track_call():
+        with self._track_call(self.timeout_s):
             self.inner.delete(keys)
 
     def stats(self) -> dict[str, int | float | str]:
@@ -136,23 +157,42 @@ class CallTimeout(Wrapper):
             exceeded = self._exceeded
         return {**self.inner.stats(), "deadline_exceeded": exceeded}
 
+    def _transfer(self, direction: str, max_bytes: int, move: Callable[[], int]) -> int:
+        """Run a transfer, and measure it. move: returns the number of bytes moved."""
+        with self._lock:
+            seconds, nbytes = self._measured[direction]
+        slowest_s = max_bytes / MIN_BYTES_PER_S
+        expected_s = max_bytes * seconds / nbytes if nbytes else 0.0
+        began = self._clock()
+        with self._track_call(self.timeout_s + min(slowest_s, SLACK * expected_s)):
+            moved = move()
+        elapsed_s = self._clock() - began
+        with self._lock:
+            seconds, nbytes = self._measured[direction]
+            self._measured[direction] = seconds * KEEP + elapsed_s, nbytes * KEEP + moved
+        return moved
+
     @contextlib.contextmanager
-    def _track_call(self) -> Iterator[None]:
+    def _track_call(self, allowed_s: float) -> Iterator[None]:
         with self._lock:
             self._next_call += 1
             call = self._next_call
-            self._started_at[call] = self._clock()
+            self._overdue_at[call] = self._clock() + allowed_s
         try:
             yield
         finally:
             with self._lock:
-                self._exceeded += self._clock() - self._started_at.pop(call) > self.timeout_s
+                self._exceeded += self._clock() > self._overdue_at.pop(call)
 
 
 class _State(enum.Enum):
     UP = "up"
     DOWN = "down"
     PROBING = "probing"
+
+
+def _never_late(result: None) -> None:
+    """For `CircuitBreaker._call`: such a call may take long, and its success proves the tier."""
 
 
 class CircuitBreaker(Wrapper):
@@ -162,7 +202,8 @@ class CircuitBreaker(Wrapper):
     timeout. It opens immediately when a running call of the inner `CallTimeout` is overdue. After
     `reset_s` seconds the next read or write goes through as a probe, also the next `contains` of a
     tier without a local index. A successful probe closes the breaker. A failed probe doubles the
-    wait, up to `MAX_BACKOFF` times `reset_s`.
+    wait, up to `MAX_BACKOFF` times `reset_s`. A write that is overdue and then succeeds closes the
+    breaker at once, and never counts as a failure.
     """
 
     def __init__(
@@ -183,6 +224,7 @@ class CircuitBreaker(Wrapper):
         self._consecutive_failures = 0
         self._backoff = 1
         self._retry_at = 0.0
+        self._opened_by_overdue = False
         self._open_count = 0
         self._rejected_count = 0
 
@@ -211,19 +253,21 @@ class CircuitBreaker(Wrapper):
         return self._call(lambda: self.inner.contains(keys), lambda: [False] * len(keys))
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        return self._call(lambda: self.inner.read(key, header, payload), lambda: 0)
+        return self._call(lambda: self.inner.read(key, header, payload), lambda: 0, moved=int)
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
-        self._call(lambda: self.inner.write(key, header, payload), self._reject)
+        self._call(
+            lambda: self.inner.write(key, header, payload), self._reject, moved=_never_late
+        )
 
     def delete(self, keys: Sequence[Key]) -> None:
         self._call(lambda: self.inner.delete(keys), self._reject)
 
     def clear(self) -> None:
-        self._call(self.inner.clear, self._reject)
+        self._call(self.inner.clear, self._reject, moved=_never_late)
 
     def flush(self) -> None:
-        self._call(self.inner.flush, self._reject)
+        self._call(self.inner.flush, self._reject, moved=_never_late)
 
     def stats(self) -> dict[str, int | float | str]:
         with self._lock:
@@ -236,10 +280,18 @@ class CircuitBreaker(Wrapper):
         return {**self.inner.stats(), **own}
 
     def _reject(self) -> None:
-        raise TierUnavailable(f"tier {self.name}: circuit breaker open")
+        raise CallRejected(f"tier {self.name}: circuit breaker open")
 
-    def _call(self, call: Callable[[], T], reject: Callable[[], T]) -> T:
-        """Make the call if the breaker allows it, and record the result; else `reject`."""
+    def _call(
+        self,
+        call: Callable[[], T],
+        reject: Callable[[], T],
+        moved: Callable[[T], int | None] = lambda _: 0,
+    ) -> T:
+        """Make the call if the breaker allows it, and record the result; else `reject`.
+
+        moved: bytes of the result; None: a call that succeeds late is not a failure.
+        """
         with self._lock:
             if not self._allows_call():
                 self._rejected_count += 1
@@ -260,10 +312,13 @@ class CircuitBreaker(Wrapper):
             # The tier answered: only this call failed.
             self._record_result(probe)
             raise
-        exceeded = (
-            self._call_timeout is not None and self._clock() - began > self._call_timeout.timeout_s
+        nbytes, elapsed_s = moved(result), self._clock() - began
+        late = (
+            nbytes is not None
+            and self._call_timeout is not None
+            and self._call_timeout.is_late(nbytes, elapsed_s)
         )
-        self._record_result(probe, cause="a call exceeded its timeout" if exceeded else "")
+        self._record_result(probe, cause="a call exceeded its timeout" if late else "")
         return result
 
     def _allows_call(self) -> bool:
@@ -276,7 +331,8 @@ class CircuitBreaker(Wrapper):
     def _check_overdue(self) -> None:
         """Open the breaker if a running call is overdue. The caller owns the lock."""
         if self._state is _State.UP and self.overdue_s():
-            self._open_circuit(f"a call did not end within {self._timeout_s():g} s")
+            self._open_circuit("a call did not end within its timeout")
+            self._opened_by_overdue = True
 
     def _record_result(self, probe: bool, cause: str = "") -> None:
         with self._lock:
@@ -286,14 +342,21 @@ class CircuitBreaker(Wrapper):
                     self._backoff = min(self._backoff * 2, MAX_BACKOFF)
                     self._open_circuit(cause)
                     return
-                log.warning("tier %s: circuit breaker closed, the tier is up", self.name)
-                self._state, self._backoff, self._consecutive_failures = _State.UP, 1, 0
+                self._close_circuit()
             elif not cause:
                 self._consecutive_failures = 0
+                late = self._state is _State.DOWN and self._opened_by_overdue
+                if late and not self.overdue_s():
+                    self._close_circuit()
             elif self._state is _State.UP:
                 self._consecutive_failures += 1
                 if self._consecutive_failures >= self._failures:
                     self._open_circuit(cause)
+
+    def _close_circuit(self) -> None:
+        """Allow calls again. The caller owns the lock."""
+        log.warning("tier %s: circuit breaker closed, the tier is up", self.name)
+        self._state, self._backoff, self._consecutive_failures = _State.UP, 1, 0
 
     def _open_circuit(self, cause: str) -> None:
         """Reject calls until the next probe. The caller owns the lock."""
@@ -301,11 +364,9 @@ class CircuitBreaker(Wrapper):
         if self._state is _State.UP:
             self._open_count += 1
         self._state, self._consecutive_failures = _State.DOWN, 0
+        self._opened_by_overdue = False
         self._retry_at = self._clock() + wait_s
         log.warning("tier %s: circuit breaker open, next try in %g s: %s", self.name, wait_s, cause)
-
-    def _timeout_s(self) -> float:
-        return self._call_timeout.timeout_s if self._call_timeout else 0.0
 
 
 class Retry(Wrapper):
@@ -339,101 +400,3 @@ class Retry(Wrapper):
             except TierUnavailable:
                 self._sleep(self._wait_s)
         return call()
-
-
-class _TokenBucket:
-    """A token bucket of bytes. A transfer may leave it in debt; the next one waits until the debt
-    is refilled."""
-
-    def __init__(self, bytes_per_s: float, burst_bytes: float, clock: Clock) -> None:
-        self.bytes_per_s = bytes_per_s
-        self._burst = burst_bytes
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._level = burst_bytes
-        self._updated_at = clock()
-
-    def take(self, nbytes: float) -> float:
-        """Take the expected size of a transfer; returns the seconds to wait before it.
-
-        Raises TierUnavailable: the wait would be longer than `MAX_RATE_WAIT_S`.
-        """
-        with self._lock:
-            now = self._clock()
-            self._level = min(
-                self._burst, self._level + (now - self._updated_at) * self.bytes_per_s
-            )
-            self._updated_at = now
-            wait_s = max(0.0, -self._level) / self.bytes_per_s
-            if wait_s > MAX_RATE_WAIT_S:
-                raise TierUnavailable(f"bandwidth limit reached, next transfer in {wait_s:.0f} s")
-            self._level -= nbytes
-            return wait_s
-
-    def adjust(self, nbytes: float) -> None:
-        """Take `nbytes` more than `take` did; return tokens if negative."""
-        with self._lock:
-            self._level = min(self._burst, self._level - nbytes)
-
-
-class RateLimit(Wrapper):
-    """Limits the bytes per second of reads and of writes, each direction separately. 0: no limit.
-
-    It wraps `CallTimeout`, so that waiting for the limit does not count as a slow call.
-    """
-
-    def __init__(
-        self,
-        tier: Tier,
-        *,
-        read_bytes_per_s: float = 0.0,
-        write_bytes_per_s: float = 0.0,
-        burst_bytes: float = 64 << 20,
-        clock: Clock = time.monotonic,
-        sleep: Sleep = time.sleep,
-    ) -> None:
-        super().__init__(tier)
-        self._burst_bytes = burst_bytes
-        self._clock = clock
-        self._reads = self._bucket(read_bytes_per_s)
-        self._writes = self._bucket(write_bytes_per_s)
-        self._sleep = sleep
-        self._average_read_bytes = 0.0
-        """Moving average of read sizes: the expected size of the next read."""
-
-    def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        bucket = self._reads
-        if bucket is None:
-            return self.inner.read(key, header, payload)
-        expected_bytes = self._average_read_bytes
-        self._wait_for_tokens(bucket, expected_bytes)
-        moved = 0
-        try:
-            length = self.inner.read(key, header, payload)
-            moved = length + IO_ALIGNMENT if length else 0
-        finally:
-            bucket.adjust(moved - expected_bytes)
-        if moved:
-            self._average_read_bytes += (moved - self._average_read_bytes) / 4
-        return length
-
-    def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
-        bucket = self._writes
-        if bucket is not None:
-            self._wait_for_tokens(bucket, IO_ALIGNMENT + len(payload))
-        self.inner.write(key, header, payload)
-
-    def set_limits(self, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
-        """Replace both limits. A transfer that is waiting keeps its old wait."""
-        if read_bytes_per_s != (self._reads.bytes_per_s if self._reads else 0):
-            self._reads = self._bucket(read_bytes_per_s)
-        if write_bytes_per_s != (self._writes.bytes_per_s if self._writes else 0):
-            self._writes = self._bucket(write_bytes_per_s)
-
-    def _bucket(self, bytes_per_s: float) -> _TokenBucket | None:
-        return _TokenBucket(bytes_per_s, self._burst_bytes, self._clock) if bytes_per_s else None
-
-    def _wait_for_tokens(self, bucket: _TokenBucket, nbytes: float) -> None:
-        wait_s = bucket.take(nbytes)
-        if wait_s:
-            self._sleep(wait_s)

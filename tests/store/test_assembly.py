@@ -15,7 +15,8 @@ from kvstore.errors import ConfigError
 from kvstore.store.assembly import build_prefetch_policy, build_store, check_settings, open_tier
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.tenant_quota import TenantQuotas
-from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker, RateLimit, iter_layers
+from kvstore.tiers.rate_limit import RateLimit
+from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker, iter_layers
 
 HASHES = hashes_of("assembly", 4)
 L2 = {"bytes": 64 * SLOT_BYTES, "slot_bytes": SLOT_BYTES}

@@ -15,7 +15,8 @@ from kvstore.testing.frames import FrameBuffer
 from kvstore.tiers.base import IO_ALIGNMENT
 from kvstore.tiers.memory import MemoryTier
 from kvstore.tiers.tenant_quota import TenantQuotas
-from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker, RateLimit, iter_layers
+from kvstore.tiers.rate_limit import RateLimit
+from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker, iter_layers
 
 MIB = 1 << 20
 FRAME = IO_ALIGNMENT + 8192

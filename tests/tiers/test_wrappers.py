@@ -14,12 +14,11 @@ from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.tier_suite import TierSuite
 from kvstore.tiers.base import IO_ALIGNMENT, Tier
 from kvstore.tiers.memory import MemoryTier
+from kvstore.tiers.rate_limit import MAX_RATE_WAIT_S, RateLimit
 from kvstore.tiers.wrappers import (
     MAX_BACKOFF,
-    MAX_RATE_WAIT_S,
     CallTimeout,
     CircuitBreaker,
-    RateLimit,
     Retry,
 )
 
