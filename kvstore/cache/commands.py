@@ -22,6 +22,7 @@ COUNTERS: Final = (
     "tier_writes_written",
     "tier_writes_dropped",
     "tier_writes_failed",
+    "tier_writes_retried",
 )
 """Counters of the L2 manager; its tables have more."""
 
@@ -42,10 +43,14 @@ class WriteOutcome(enum.Enum):
     """Result of writing one block to one tier."""
 
     WRITTEN = "written"
-    DROPPED = "dropped"
-    """The write queue was full."""
+    NO_ROOM = "no_room"
+    """The write queue was full: the block is written later, while it is in L2."""
+    NOT_TRIED = "not_tried"
+    """The tier does not take writes now: the same, and this was not a try."""
+    UNAVAILABLE = "unavailable"
+    """The tier did not answer: the write is tried again, up to WRITE_TRIES_MAX times."""
     FAILED = "failed"
-    """The tier returned an error."""
+    """The tier returned an error that another try would not change."""
 
 
 class Waiter:
@@ -79,13 +84,19 @@ class InFlightLoad:
 class TierWrite:
     """A write of the block in `slot` to `tier`. The slot is leased until `complete_write`."""
 
-    __slots__ = ("cancelled", "key", "nbytes", "slot", "tier")
+    __slots__ = ("cancelled", "key", "nbytes", "number", "slot", "tier", "tries")
 
-    def __init__(self, key: Key, slot: int, nbytes: int, tier: int) -> None:
+    def __init__(
+        self, key: Key, slot: int, nbytes: int, tier: int, number: int = 0, tries: int = 0
+    ) -> None:
         self.key = key
         self.slot = slot
         self.nbytes = nbytes
         self.tier = tier
+        self.number = number
+        """Its place among the writes to the tier: lower ones are written first."""
+        self.tries = tries
+        """Writes of this block to this tier that have failed."""
         self.cancelled = False
         """The slot was needed before a worker started: do not write, do not report."""
 

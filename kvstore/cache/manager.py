@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvstore.blocks.key import Key
+from kvstore.cache.block import Block
 from kvstore.cache.commands import (
     COUNTERS,
     MISSING,
@@ -29,10 +30,12 @@ from kvstore.cache.commands import (
 )
 from kvstore.cache.eviction import EvictionPolicy
 from kvstore.cache.in_flight import InFlightLoads
+from kvstore.cache.pins import Pins
 from kvstore.cache.quotas import SlotQuotas
+from kvstore.cache.recent_keys import RecentKeys
 from kvstore.cache.remote_locations import RemoteLocations
-from kvstore.cache.slots import WORKERS, Block, SlotListener, SlotTable
-from kvstore.cache.tier_writes import STALL_LIMIT, TierWrites
+from kvstore.cache.slots import WORKERS, SlotListener, SlotTable
+from kvstore.cache.tier_writes import TierWrites
 from kvstore.cache.tunables import L2Tunables
 from kvstore.cache.write_policy import WritePolicy
 
@@ -42,7 +45,7 @@ class L2Manager:
 
     slots: slots of the slab. tiers: number of tiers. max_loads_per_tier: maximum in-flight loads
     of one tier; further loads are truncated. quotas: slots per tenant (`OTHER_TENANTS` for each
-    tenant without an entry). max_pinned: maximum pinned slots. stall_limit: see STALL_LIMIT.
+    tenant without an entry). max_pinned: maximum pinned slots.
     """
 
     def __init__(
@@ -55,7 +58,6 @@ class L2Manager:
         max_loads_per_tier: int,
         quotas: Mapping[str, int] | None = None,
         max_pinned: int = 0,
-        stall_limit: int = STALL_LIMIT,
     ) -> None:
         self.lock = threading.RLock()
         self.remote_locations = RemoteLocations()
@@ -63,18 +65,23 @@ class L2Manager:
         self._quotas = SlotQuotas(eviction, quotas or {})
         self._table = SlotTable(slots, self._quotas)
         self.events = self._table.events
-        self._tier_writes = TierWrites(
+        self.tier_writes = TierWrites(
+            self.lock,
             self._table,
             write_policy,
             self._quotas,
             tiers=tiers,
-            stall_limit=stall_limit,
             counts=self._counts,
         )
         self.tunables = L2Tunables(
-            self.lock, self._table, self._tier_writes, self._quotas, max_pinned
+            self.lock, self._table, self.tier_writes, self._quotas, max_pinned
         )
+        self.pins = Pins(self.lock, self._table, self.tier_writes, self.tunables)
         self._in_flight = InFlightLoads(tiers, max_loads_per_tier)
+        self._looked_up: RecentKeys[Key] = RecentKeys()
+        """The block before each block of recent lookups."""
+        self._refused: RecentKeys[None] = RecentKeys()
+        """Blocks that got no slot, to count a block once whose save is tried again."""
         self._frozen = False
 
     def add_client(self, client: int) -> None:
@@ -105,7 +112,11 @@ class L2Manager:
     # --- saves --------------------------------------------------------------------------
 
     def allocate_save(self, client: int, keys: Sequence[Key], nbytes: int) -> SaveAllocation:
-        """Assign slots to the blocks that are not cached; `nbytes`: size of each block."""
+        """Assign slots to the blocks that are not cached; `nbytes`: size of each block.
+
+        A block whose tiers still have to write it is not evicted for this: its slot is free for a
+        later save. The blocks that get no slot are the last ones.
+        """
         with self.lock:
             result = SaveAllocation()
             # Lease the cached blocks first, so that making room for the others does not evict one
@@ -118,31 +129,38 @@ class L2Manager:
                     if block.ready:
                         self._table.lease(client, block)
                         leased.append(block.slot)
-                        self._tier_writes.on_hit(block, result.tier_writes)
+                        self.tier_writes.on_hit(block, result.tier_writes)
+            before = self._looked_up.get(keys[0]) if keys else None
+            parent = self._table.get(before) if before is not None else None
             for index, key in enumerate(keys):
-                if self._table.get(key) is not None:
-                    continue
-                slot = self._take_slot(key)
-                if slot is None:
-                    result.dropped = sum(self._table.get(key) is None for key in keys[index:])
-                    break
-                self._table.fill_slot(client, key, slot, nbytes)
-                result.slot_assignments.append((index, slot))
+                block = self._table.get(key)
+                if block is None:
+                    slot = self._take_slot(key, parent)
+                    if slot is None:
+                        missing = [key for key in keys[index:] if self._table.get(key) is None]
+                        result.dropped = len(missing)
+                        self._counts["no_slot"] += sum(key not in self._refused for key in missing)
+                        self._refused.update((key, None) for key in missing)
+                        break
+                    block = self._table.fill_slot(client, key, slot, nbytes)
+                    self._refused.discard(key)
+                    result.slot_assignments.append((index, slot))
+                self._table.chains.link(parent, block)
+                parent = block
             self.release(client, leased)
-            self._tier_writes.preclean(result.tier_writes)
+            self.tier_writes.preclean(result.tier_writes)
             self._counts["stored"] += len(result.slot_assignments)
             self._counts["already_cached"] += result.already_cached
-            self._counts["no_slot"] += result.dropped
             return result
 
     def commit(self, client: int, slots: Iterable[int]) -> list[TierWrite]:
         """Publish the filled slots, the last block first (it is evicted first)."""
         with self.lock:
             writes: list[TierWrite] = []
-            for slot in reversed(list(slots)):
-                self._tier_writes.on_publish(self._table.publish(client, slot), writes)
+            blocks = [self._table.publish(client, slot) for slot in reversed(list(slots))]
             # Queues are served in order, and a prefix is worth more than its extension.
-            writes.reverse()
+            for block in reversed(blocks):
+                self.tier_writes.on_publish(block, writes)
             return writes
 
     def abandon(self, client: int, slots: Iterable[int]) -> None:
@@ -157,6 +175,8 @@ class L2Manager:
         """Record a lookup of these keys; they start with a prompt's first block."""
         with self.lock:
             self._quotas.on_lookup(keys)
+            if keys and self._table.get(keys[-1]) is None:
+                self._looked_up.update(zip(keys[1:], keys, strict=False))
 
     def match(self, keys: Sequence[Key], nbytes: int) -> int:
         """Number of leading blocks that are READY in L2."""
@@ -194,14 +214,15 @@ class L2Manager:
                 block = self._table.ready_block(keys[index], nbytes)
                 if block is not None:
                     self._table.lease(client, block)
-                    self._tier_writes.on_hit(block, result.tier_writes)
+                    self.tier_writes.on_hit(block, result.tier_writes)
                     ready[index] = block.slot
             for index in range(len(keys)):
                 if index in ready:
                     continue
                 waiter = Waiter(client, owner, index)
+                parent = self._table.get(keys[index - 1]) if index else None
                 result.reason = self._join_or_start(
-                    waiter, keys[index], nbytes, sources[index], result
+                    waiter, keys[index], nbytes, sources[index], parent, result
                 )
                 if result.reason:
                     result.truncated_at = index
@@ -211,7 +232,7 @@ class L2Manager:
                     result.ready.append((index, ready[index]))
                 else:
                     self._table.release(client, ready[index])
-            self._tier_writes.preclean(result.tier_writes)
+            self.tier_writes.preclean(result.tier_writes)
             return result
 
     def start_load(self, load: InFlightLoad) -> bool:
@@ -237,7 +258,7 @@ class L2Manager:
             for waiter in load.waiters:
                 self._table.lease(waiter.client, block)
             writes: list[TierWrite] = []
-            self._tier_writes.on_load(block, load.tier, writes)
+            self.tier_writes.on_load(block, load.tier, writes)
             return list(load.waiters), writes
 
     def fail_load(self, load: InFlightLoad) -> list[Waiter]:
@@ -277,17 +298,17 @@ class L2Manager:
     def start_write(self, write: TierWrite) -> bool:
         """A worker starts the write; False if the write was cancelled."""
         with self.lock:
-            return self._tier_writes.start(write)
+            return self.tier_writes.start(write)
 
     def complete_write(self, write: TierWrite, outcome: WriteOutcome) -> None:
         """A write has ended; release its lease. See `TierWrites.complete`."""
         with self.lock:
-            self._tier_writes.complete(write, outcome)
+            self.tier_writes.complete(write, outcome)
 
     def flush_dirty(self, limit: int) -> list[TierWrite]:
         """Writes of up to `limit` dirty blocks, in eviction order: for a flush."""
         with self.lock:
-            return self._tier_writes.enqueue_dirty(limit)
+            return self.tier_writes.enqueue_dirty(limit)
 
     def dirty_keys(self) -> set[Key]:
         """Keys of the blocks that must be written before they may be evicted."""
@@ -295,40 +316,6 @@ class L2Manager:
             return self._table.dirty_keys()
 
     # --- maintenance --------------------------------------------------------------------
-
-    def pin(self, keys: Sequence[Key], nbytes: int) -> tuple[int, list[TierWrite]]:
-        """Pin the leading blocks that are READY: `evict` and `clear` skip them until `unpin`.
-
-        Returns the number of keys that are now pinned, and writes of blocks that would otherwise be
-        written at their eviction. The number is below len(keys) if the next block is not READY, or
-        the maximum of pinned slots is reached.
-        """
-        with self.lock:
-            writes: list[TierWrite] = []
-            for index, key in enumerate(keys):
-                block = self._table.ready_block(key, nbytes)
-                if block is None:
-                    return index, writes
-                if self._table.is_pinned(block):
-                    continue
-                if self._table.pinned >= self.tunables.max_pinned:
-                    return index, writes
-                self._table.pin(block)
-                self._tier_writes.write_now(block, writes)
-            return len(keys), writes
-
-    def unpin(self, keys: Iterable[Key] | None = None) -> int:
-        """Unpin these blocks, or all; returns how many were pinned."""
-        with self.lock:
-            blocks = self._table.pinned_blocks(keys)
-            for block in blocks:
-                self._table.unpin(block)
-            return len(blocks)
-
-    def count_pinned(self, keys: Iterable[Key]) -> int:
-        """Number of these keys that are pinned."""
-        with self.lock:
-            return len(self._table.pinned_blocks(keys))
 
     def evict_expired(self, epochs: int) -> tuple[int, list[TierWrite]]:
         """Start a new epoch and evict evictable blocks published at least `epochs` epochs ago.
@@ -344,7 +331,7 @@ class L2Manager:
                     self._table.evict(block)
                     evicted += 1
                 else:
-                    self._tier_writes.write_now(block, writes)
+                    self.tier_writes.write_now(block, writes)
             self._counts["expired"] += evicted
             return evicted, writes
 
@@ -391,7 +378,8 @@ class L2Manager:
                 **self._table.stats(),
                 "max_pinned": self.tunables.max_pinned,
                 "loads_in_flight": len(self._in_flight),
-                "tier_writes_in_flight": self._tier_writes.in_flight,
+                "tier_writes_in_flight": self.tier_writes.in_flight,
+                "tier_writes_deferred": len(self.tier_writes.deferred),
                 "remote_locations": len(self.remote_locations),
                 **{name: self._counts[name] for name in COUNTERS},
                 "tenants": dict(self._quotas.slots),
@@ -403,12 +391,18 @@ class L2Manager:
         with self.lock:
             self._table.check()
             self._in_flight.check(self._table)
-            self._tier_writes.check()
+            self.tier_writes.check()
 
     # --- internal, under the lock -------------------------------------------------------
 
     def _join_or_start(
-        self, waiter: Waiter, key: Key, nbytes: int, source: int | None, result: LeaseResult
+        self,
+        waiter: Waiter,
+        key: Key,
+        nbytes: int,
+        source: int | None,
+        parent: Block | None,
+        result: LeaseResult,
     ) -> str:
         """Join or start the in-flight load of a block. Returns the reason if that is impossible."""
         load = self._in_flight.get(key)
@@ -419,11 +413,11 @@ class L2Manager:
                 return MISSING
             if self._in_flight.is_full(source):
                 return "too many loads in flight"
-            slot = self._take_slot(key)
+            slot = self._take_slot(key, parent, evict_unwritten=True)
             if slot is None:
                 self._counts["no_slot"] += 1
                 return "no free slot"
-            self._table.fill_slot(WORKERS, key, slot, nbytes)
+            self._table.chains.link(parent, self._table.fill_slot(WORKERS, key, slot, nbytes))
             load = InFlightLoad(key, slot, nbytes, source)
             self._in_flight.start(load)
             result.new_loads.append(load)
@@ -438,11 +432,15 @@ class L2Manager:
         of a namespace have one size, but a frame can be put over HTTP before the size is known."""
         block = self._table.get(key)
         wrong = block is not None and block.ready and block.nbytes != nbytes
-        if block is None or not wrong or not self._tier_writes.only_pending_leases(block):
+        if block is None or not wrong or not self.tier_writes.only_pending_leases(block):
             return block
-        self._tier_writes.evict_unwritten(block)
+        self.tier_writes.evict_unwritten(block)
         return None
 
-    def _take_slot(self, key: Key) -> int | None:
+    def _take_slot(
+        self, key: Key, parent: Block | None, *, evict_unwritten: bool = False
+    ) -> int | None:
         """A slot to fill with this key; None if none can be assigned."""
-        return None if self._frozen else self._tier_writes.take_slot(key.tenant)
+        if self._frozen:
+            return None
+        return self.tier_writes.take_slot(key.tenant, parent, evict_unwritten=evict_unwritten)

@@ -11,10 +11,12 @@ Call it under the L2 manager's lock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, Protocol
 
 from kvstore.blocks.key import Key
+from kvstore.cache.block import Block
+from kvstore.cache.chains import Chains
 from kvstore.cache.event_queue import L2EventQueue
 from kvstore.cache.quotas import SlotQuotas
 
@@ -36,43 +38,6 @@ class SlotListener(Protocol):
         ...
 
 
-class Block:
-    """A block in a slot that is FILLING or READY."""
-
-    __slots__ = (
-        "dirty",
-        "epoch",
-        "filler",
-        "hits",
-        "key",
-        "nbytes",
-        "ready",
-        "ref_count",
-        "slot",
-        "written",
-    )
-
-    def __init__(self, key: Key, slot: int, nbytes: int, filler: int) -> None:
-        self.key = key
-        self.slot = slot
-        self.nbytes = nbytes
-        self.filler = filler
-        self.ready = False
-        self.ref_count = 1
-        self.hits = 0
-        self.epoch = 0
-        """The table's epoch when the block was published."""
-        self.dirty = False
-        """Must be written to a tier before it may be evicted (write_back)."""
-        self.written = False
-        """Was queued for the tiers, or was read from one."""
-
-    @property
-    def evictable(self) -> bool:
-        """Whether it has no lease and need not be written first."""
-        return self.ready and self.ref_count == 1 and not self.dirty
-
-
 class SlotTable:
     """slots: number of slots. quotas: slots per tenant, and the eviction policy."""
 
@@ -86,11 +51,14 @@ class SlotTable:
         """Number of READY blocks that could be evicted now."""
         self.evictions = 0
         self.events = L2EventQueue(self._ready_keys)
+        self.on_evict_deferred: Callable[[Block], object] = lambda block: None
+        """Called before a block is evicted that some tier still has to get."""
         self._free = list(range(slots - 1, -1, -1))
         self._blocks: dict[Key, Block] = {}
         self._by_slot: list[Block | None] = [None] * slots
         self._leases: dict[int, Counter[int]] = {WORKERS: Counter(), PINS: Counter()}
         self._listener: SlotListener | None = None
+        self.chains = Chains()
 
     @property
     def free(self) -> int:
@@ -153,20 +121,21 @@ class SlotTable:
         assert block is not None, f"slot {slot} is free"
         return block
 
-    def take_slot(self) -> int | None:
-        """A FREE slot; evicts the first evictable block if needed. None if there is no such block.
+    def take_slot(self, parent: Block | None = None) -> int | None:
+        """A FREE slot for a block that follows `parent`; evicts a block if needed.
+        None if there is no such block.
 
         The caller must call `fill_slot` before it does anything else with the table.
         """
         if not self._free:
-            if not self.evictable:
+            blocks = map(self.__getitem__, self.quotas.eviction_order())
+            victim = self.chains.pick_victim(blocks, parent) if self.evictable else None
+            if victim is None:
                 return None
-            self.evict(
-                next(b for b in map(self.__getitem__, self.quotas.eviction_order()) if b.evictable)
-            )
+            self.evict(victim)
         return self._free.pop()
 
-    def fill_slot(self, client: int, key: Key, slot: int, nbytes: int) -> None:
+    def fill_slot(self, client: int, key: Key, slot: int, nbytes: int) -> Block:
         """FREE to FILLING: only this client uses the slot."""
         assert key not in self._blocks, "a key is filled once"
         block = Block(key, slot, nbytes, client)
@@ -174,6 +143,7 @@ class SlotTable:
         self._blocks[key] = block
         self._by_slot[slot] = block
         self.quotas.on_alloc(key.tenant)
+        return block
 
     def publish(self, client: int, slot: int) -> Block:
         """FILLING to READY, the only way there; the filler's lease ends."""
@@ -225,6 +195,8 @@ class SlotTable:
         self.evictable -= block.evictable
         block.ref_count -= 1
         self.quotas.on_remove(block.key)
+        if block.deferred:
+            self.on_evict_deferred(block)
         self._free_slot(block)
         self.evictions += 1
         if self._listener is not None:
@@ -317,6 +289,10 @@ class SlotTable:
                 assert block.slot == slot
                 assert self._blocks[block.key] is block
                 assert block.ref_count == leases[slot] + block.ready
+                assert block.parent is None or (block.parent.children or {})[slot] is block
+                for child in (block.children or {}).values():
+                    assert child.parent is block
+                    assert self._by_slot[child.slot] is child
         assert self.evictable == sum(block.evictable for block in self._blocks.values())
         assert all(count == 1 for count in self._leases[PINS].values()), "pinned twice"
         assert self.quotas.slots == Counter(key.tenant for key in self._blocks)
@@ -346,6 +322,7 @@ class SlotTable:
 
     def _free_slot(self, block: Block) -> None:
         assert block.ref_count == 0
+        self.chains.unlink(block)
         del self._blocks[block.key]
         self._by_slot[block.slot] = None
         self.quotas.on_free(block.key.tenant)

@@ -18,11 +18,17 @@ from kvstore import codecs
 from kvstore.blocks import frame
 from kvstore.blocks.frame import FrameHeader
 from kvstore.blocks.key import DTYPE_BYTES, Key
-from kvstore.cache.commands import LoadOutcome
+from kvstore.cache.commands import LoadOutcome, WriteOutcome
 from kvstore.codecs.base import UNCOMPRESSED_ID as UNCOMPRESSED_ID
 from kvstore.codecs.base import Codec
 from kvstore.codecs.chooser import Cost
-from kvstore.errors import FrameInvalid, FrameTooLarge, TierError, TierUnavailable
+from kvstore.errors import (
+    CallRejected,
+    FrameInvalid,
+    FrameTooLarge,
+    TierError,
+    TierUnavailable,
+)
 from kvstore.tiers.base import IO_ALIGNMENT, ErrorClass, Tier
 
 log = logging.getLogger(__name__)
@@ -36,12 +42,16 @@ _checking_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """Result of one transfer: outcome, bytes read from or written to the tier, and cost."""
+    """Result of one transfer: outcome, bytes read from or written to the tier, and cost.
+
+    write: the outcome of a write.
+    """
 
     outcome: LoadOutcome
     stored_bytes: int = 0
     reason: str = ""
     cost: Cost | None = None
+    write: WriteOutcome = WriteOutcome.FAILED
 
 
 class StagingBuffers:
@@ -205,7 +215,7 @@ def write_block(
     """Write a block to a tier. LOADED means that the tier contains it, also if it did before."""
     try:
         if tier.local_index and tier.contains([key])[0]:
-            return TransferResult(LoadOutcome.LOADED)
+            return TransferResult(LoadOutcome.LOADED, write=WriteOutcome.WRITTEN)
         started_s, started_cpu_s = time.perf_counter(), time.thread_time()
         payload = pack_block(key, nbytes, slot, codec, staging)
         codec_s = time.thread_time() - started_cpu_s
@@ -220,9 +230,26 @@ def write_block(
             codec_s,
             ended_s - started_s,
         )
-        return TransferResult(LoadOutcome.LOADED, len(payload) + IO_ALIGNMENT, cost=cost)
+        stored_bytes = len(payload) + IO_ALIGNMENT
+        return TransferResult(
+            LoadOutcome.LOADED, stored_bytes, cost=cost, write=WriteOutcome.WRITTEN
+        )
     except Exception as error:
-        return TransferResult(LoadOutcome.UNAVAILABLE, reason=_describe_error(tier, error))
+        reason = _describe_error(tier, error)
+        return TransferResult(
+            LoadOutcome.UNAVAILABLE, reason=reason, write=_write_outcome(tier, error)
+        )
+
+
+def _write_outcome(tier: Tier, error: Exception) -> WriteOutcome:
+    """Whether a write with this error may succeed later."""
+    if isinstance(error, CallRejected):
+        return WriteOutcome.NOT_TRIED
+    if isinstance(error, TierError):
+        retry = isinstance(error, TierUnavailable)
+    else:
+        retry = tier.classify_error(error) is ErrorClass.UNAVAILABLE
+    return WriteOutcome.UNAVAILABLE if retry else WriteOutcome.FAILED
 
 
 def _try_delete(tier: Tier, key: Key) -> None:

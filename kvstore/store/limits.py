@@ -22,7 +22,7 @@ from kvstore.tiers.base import Tier
 class StoreLimits:
     """The limits of a store that can change while it runs.
 
-    queue_blocks: maximum number of queued writes per tier. Further writes are dropped and counted.
+    queue_blocks: maximum number of queued writes per tier. Further writes are deferred.
     queue_s: by tier name, maximum backlog of writes in seconds of the tier's measured write rate;
         0: no limit.
     quotas: bytes of L2 by tenant, rounded down to whole slots. `quotas.OTHER_TENANTS` stands for
@@ -31,7 +31,7 @@ class StoreLimits:
     ttl_s: maximum age of a block in L2 in seconds; 0: no limit.
     """
 
-    queue_blocks: int = 256
+    queue_blocks: int = 4096
     queue_s: Mapping[str, float] = field(default_factory=dict)
     quotas: Mapping[str, int] = field(default_factory=dict)
     max_pinned_fraction: float = 0.25

@@ -72,7 +72,7 @@ def pin_prefix(
             _wait_done(session, load, deadline_s)
             loaded = batch[: len(load.slots)]
             keys = [Key(session.tenant, namespace.digest, name) for name in loaded]
-            pinned, writes = manager.pin(keys, namespace.block_bytes)
+            pinned, writes = manager.pins.pin(keys, namespace.block_bytes)
         finally:
             session.release(load)
         dispatch((), writes)

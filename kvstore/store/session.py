@@ -45,6 +45,8 @@ class StoreParts(Protocol):
 
     def dispatch(self, loads: Iterable[InFlightLoad], writes: Iterable[TierWrite]) -> None: ...
 
+    def defer_writes_of_down_tiers(self) -> None: ...
+
     def count_hits(self, tier: str, blocks: int) -> None: ...
 
     def remove_session(self, client: int) -> None: ...
@@ -134,6 +136,7 @@ class Session:
 
     def save(self, hashes: Sequence[bytes]) -> Save:
         save = Save(self._next_id(), hashes)
+        self._store.defer_writes_of_down_tiers()
         with self._manager.lock:
             if self.closed:
                 return self._fail_closed(save)

@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from kvstore.blocks import frame
@@ -34,6 +35,7 @@ from kvstore.config.units import format_bytes
 from kvstore.errors import ConfigError, StoreClosed
 from kvstore.shm.slab import Slab
 from kvstore.store.block_io import TransferResult
+from kvstore.store.flush import Flusher
 from kvstore.store.frame_api import FrameAccess
 from kvstore.store.limits import LimitApplier, StoreLimits
 from kvstore.store.locator import L2, BlockLocator
@@ -43,6 +45,7 @@ from kvstore.store.tier_workers import TierWorkers
 from kvstore.telemetry.traffic import check_traffic_label
 from kvstore.telemetry.usage_counters import Record, UsageCounters
 from kvstore.tiers.base import Tier
+from kvstore.tiers.wrappers import takes_calls
 
 log = logging.getLogger(__name__)
 
@@ -132,10 +135,12 @@ class Store:
                 start_write=self.manager.start_write,
                 on_load_end=self._on_load_end,
                 on_write_end=self._on_write_end,
+                take_deferred=partial(self.manager.tier_writes.take_deferred, number),
                 record=record,
             )
-            for tier, chooser in zip(self._tiers, choosers, strict=True)
+            for number, (tier, chooser) in enumerate(zip(self._tiers, choosers, strict=True))
         ]
+        self._flusher = Flusher(self.manager, self._workers, self.dispatch)
         self.locator = BlockLocator(self.manager, self._workers)
         self.frames = FrameAccess(
             self.manager,
@@ -212,9 +217,9 @@ class Store:
         for load in loads:
             self._dispatch_load(load)
         for write in writes:
-            queued = self._workers[write.tier].submit_write(write)
-            if not queued and self.manager.start_write(write):
-                self.manager.complete_write(write, WriteOutcome.DROPPED)
+            outcome = self._workers[write.tier].submit_write(write)
+            if outcome is not None and self.manager.start_write(write):
+                self.manager.complete_write(write, outcome)
 
     def _dispatch_load(self, load: InFlightLoad) -> None:
         """Queue a load for its tier's workers. It fails at once if they are closing."""
@@ -229,21 +234,12 @@ class Store:
     # --- maintenance --------------------------------------------------------------------
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Write all queued and dirty blocks and make them durable. False on a timeout or an error.
+        """Write all blocks that the tiers do not have and make them durable. False on a timeout or
+        an error: the number of blocks that are left is logged, and they are written later.
 
         Does not wait for blocks that are saved meanwhile.
         """
-        deadline_s = _deadline_after(timeout_s)
-        dirty = self.manager.dirty_keys()
-        while True:
-            free = min((workers.free_blocks() for workers in self._workers), default=0)
-            self.dispatch((), self.manager.flush_dirty(free))
-            written = [workers.wait_written(deadline_s) for workers in self._workers]
-            if not all(written):
-                return False
-            dirty &= self.manager.dirty_keys()
-            if not dirty:
-                return True
+        return self._flusher.flush(_deadline_after(timeout_s))
 
     def clear(self, tier: str = "all") -> None:
         """Delete all blocks of a tier ("l2", a tier's name, or "all"), except leased blocks.
@@ -279,7 +275,7 @@ class Store:
 
     def unpin(self, namespace: str, hashes: Sequence[bytes], tenant: str = "default") -> int:
         """Allow eviction of these blocks again. Returns the number of blocks that were pinned."""
-        return self.manager.unpin([Key(tenant, namespace, name) for name in hashes])
+        return self.manager.pins.unpin([Key(tenant, namespace, name) for name in hashes])
 
     def namespaces(self) -> dict[str, Namespace]:
         """The namespaces that sessions have used since the start, by digest."""
@@ -347,7 +343,8 @@ class Store:
             session.close()
         deadline_s = _deadline_after(CLOSE_TIMEOUT_S)
         self.limit_applier.close()
-        if not self.flush(CLOSE_TIMEOUT_S / 2):
+        flush_until_s = _deadline_after(CLOSE_TIMEOUT_S / 2)
+        if not self._flusher.flush(flush_until_s, wait_for_failing=False):
             log.warning("store closed before all blocks were written: %s", self)
         warmed = self.warmer.close(deadline_s)
         ended = [workers.close(deadline_s) and warmed for workers in self._workers]
@@ -357,7 +354,7 @@ class Store:
             else:
                 log.error("tier %s hangs; it is not closed", tier.name)
         if all(ended):
-            self.manager.unpin()
+            self.manager.pins.unpin()
             self.manager.clear()
             stats = self.manager.stats()
             assert stats["slots_free"] == stats["slots"], f"slots are missing at close: {stats}"
@@ -408,13 +405,18 @@ class Store:
 
     def _on_write_end(self, write: TierWrite, result: TransferResult) -> None:
         """A write has ended."""
-        if result.outcome is LoadOutcome.LOADED:
-            if not self._tiers[write.tier].local_index:
-                with self.manager.lock:
-                    self.manager.remote_locations.add(write.tier, [write.key])
-            self.manager.complete_write(write, WriteOutcome.WRITTEN)
-        else:
-            self.manager.complete_write(write, WriteOutcome.FAILED)
+        if result.write is WriteOutcome.WRITTEN and not self._tiers[write.tier].local_index:
+            with self.manager.lock:
+                self.manager.remote_locations.add(write.tier, [write.key])
+        self.manager.complete_write(write, result.write)
+
+    def defer_writes_of_down_tiers(self) -> None:
+        """Let L2 evict blocks that wait for a tier which does not answer. Called before a save."""
+        for number, workers in enumerate(self._workers):
+            down = not takes_calls(workers.tier)
+            if down != (number in self.manager.tier_writes.down):
+                self.manager.tier_writes.set_down(number, down)
+                workers.expect_deferred()
 
     def _dtype_of(self, key: Key) -> str:
         """The dtype of a key's namespace; "" before the first session with it."""

@@ -4,6 +4,9 @@ Loads go ahead of writes, because a request waits for a load. The `workers_read`
 take a load first. The `workers_write` threads do too, but take a write after
 `MAX_CONSECUTIVE_LOADS` loads, so writes never starve. A thread whose own queue is empty serves the
 other. A tier that hangs blocks only its own threads and queues.
+
+If the tier does not answer a write, all queued writes are deferred, and the workers try one after a
+while (`write_pace.py`). Deferred writes come back into the queue when it has room.
 """
 
 from __future__ import annotations
@@ -17,14 +20,15 @@ from typing import Any, Final
 
 from kvstore import codecs
 from kvstore.blocks.key import Key
-from kvstore.cache.commands import InFlightLoad, LoadOutcome, TierWrite
+from kvstore.cache.commands import InFlightLoad, LoadOutcome, TierWrite, WriteOutcome
 from kvstore.codecs.base import UNCOMPRESSED_ID, Codec
 from kvstore.codecs.chooser import Chooser
 from kvstore.errors import TierError
 from kvstore.shm.slab import Slab
 from kvstore.store import block_io
 from kvstore.store.block_io import StagingBuffers, TransferResult
-from kvstore.store.write_queue import Flush, WriteQueue
+from kvstore.store.write_pace import WritePace
+from kvstore.store.write_queue import Flush, Refill, WriteQueue
 from kvstore.telemetry.histogram import Histogram
 from kvstore.telemetry.usage_counters import Record
 from kvstore.tiers.base import Tier
@@ -45,10 +49,14 @@ class Probe:
         self.on_answer = on_answer
 
 
+Job = InFlightLoad | TierWrite | Probe | Flush | Refill
+
+
 class TierWorkers:
     """Runs the reads, writes and probes of one tier.
 
     on_load_end, on_write_end: called from a worker when a load or write ended.
+    take_deferred: returns up to that many deferred writes of this tier, to be queued now.
     chooser: chooses the codec of each block. dtype_of: the dtype of a key's namespace. If it is
     unknown (""), the block is stored without compression.
     start_load, start_write: mark a load or write as started; False if it was cancelled.
@@ -68,6 +76,7 @@ class TierWorkers:
         start_write: Callable[[TierWrite], bool],
         on_load_end: Callable[[InFlightLoad, TransferResult], None],
         on_write_end: Callable[[TierWrite, TransferResult], None],
+        take_deferred: Callable[[int], list[TierWrite]],
         record: Record | None = None,
     ) -> None:
         self.tier = tier
@@ -80,6 +89,7 @@ class TierWorkers:
         self._start_write = start_write
         self._on_load_end = on_load_end
         self._on_write_end = on_write_end
+        self._take_deferred = take_deferred
         self._record = record
         self._seconds = {direction: Histogram() for direction in ("read", "write", "probe")}
         self._reads: deque[InFlightLoad] = deque()
@@ -91,6 +101,9 @@ class TierWorkers:
         self._work_done = threading.Condition(self._lock)
         """A job has ended."""
         self._busy = {"reads": 0, "writes": 0}
+        self._pace = WritePace(tier.workers_read + tier.workers_write)
+        self._has_deferred = False
+        """There may be deferred writes to take."""
         self._last_failed = False
         self._closing = False
         self._threads = [
@@ -120,16 +133,25 @@ class TierWorkers:
             self._work_ready.notify()
             return True
 
-    def submit_write(self, write: TierWrite) -> bool:
-        """Queue a write. False when the queue is full or the workers are closing."""
+    def submit_write(self, write: TierWrite) -> WriteOutcome | None:
+        """Queue a write. If that is not possible, its outcome: the caller defers it."""
         with self._lock:
             if self._closing:
-                return False
+                return WriteOutcome.FAILED
+            if time.monotonic() < self._pace.retry_at_s:
+                self._expect_deferred()
+                return WriteOutcome.NOT_TRIED
             if not self._writes.add(write):
                 self.counts["dropped_writes"] += 1
-                return False
+                self._expect_deferred()
+                return WriteOutcome.NO_ROOM
             self._work_ready.notify()
-            return True
+            return None
+
+    def expect_deferred(self) -> None:
+        """Take deferred writes as soon as there is room for them."""
+        with self._lock:
+            self._expect_deferred()
 
     def submit_probe(self, probe: Probe) -> bool:
         """Queue a probe. False when the queue is full or the workers are closing."""
@@ -151,18 +173,25 @@ class TierWorkers:
         with self._lock:
             return self._writes.free_blocks()
 
-    def wait_written(self, deadline_s: float) -> bool:
-        """Wait until all current writes have ended and the tier is flushed. False when the flush
-        failed or the deadline passed."""
+    def wait_queue(self, deadline_s: float) -> bool:
+        """Wait until all current writes have ended. False when the deadline passed."""
         with self._lock:
             last = self._writes.last_number
             left_s = max(0.0, deadline_s - time.monotonic())
-            if not self._work_done.wait_for(lambda: self._writes.is_done(last), left_s):
-                return False
-            flush = Flush()
+            return self._work_done.wait_for(lambda: self._writes.is_done(last), left_s)
+
+    def flush(self, deadline_s: float) -> bool:
+        """Flush the tier. False when that failed or the deadline passed."""
+        flush = Flush()
+        with self._lock:
             self._writes.add_flush(flush)
             self._work_ready.notify()
         return flush.ended.wait(max(0.0, deadline_s - time.monotonic())) and flush.succeeded
+
+    def next_try_s(self) -> float:
+        """The monotonic time of the next write; 0: no write has to wait."""
+        with self._lock:
+            return self._pace.retry_at_s
 
     def stats(self) -> dict[str, Any]:
         """Queue depths, counters, and "seconds" (histograms of the time inside the tier, by
@@ -174,6 +203,7 @@ class TierWorkers:
                 "workers_busy_read": self._busy["reads"],
                 "workers_busy_write": self._busy["writes"],
                 "write_rate": round(self._writes.bytes_per_s),
+                "writers": self._pace.writers,
             }
         counts = {name: self.counts[name] for name in COUNTERS}
         seconds = {name: histogram.snapshot() for name, histogram in self._seconds.items()}
@@ -202,20 +232,41 @@ class TierWorkers:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _next_job(self, reads_first: bool) -> InFlightLoad | TierWrite | Probe | Flush | None:
+    def _next_job(self, reads_first: bool) -> Job | None:
         """Wait for a job; None when closing."""
         with self._lock:
             while not self._closing:
+                now_s = time.monotonic()
                 if self._probes:
                     return self._probes.popleft()
-                if self._reads and (reads_first or not self._writes):
+                writable = self._writes.starts_with_flush or (
+                    bool(self._writes) and self._pace.may_write(now_s, self._busy["writes"])
+                )
+                if self._reads and (reads_first or not writable):
                     self._busy["reads"] += 1
                     return self._reads.popleft()
-                if self._writes:
+                if writable:
                     self._busy["writes"] += 1
                     return self._writes.pop()
-                self._work_ready.wait()
+                if self._refill_is_due(now_s):
+                    self._has_deferred = False
+                    return Refill(1 if self._pace.failing else self._writes.free_blocks())
+                wait_s = self._pace.retry_at_s - now_s
+                waits = wait_s > 0 and (self._has_deferred or self._writes)
+                self._work_ready.wait(wait_s if waits else None)
             return None
+
+    def _refill_is_due(self, now_s: float) -> bool:
+        """Whether deferred writes are to be taken now. Under the lock."""
+        if not self._has_deferred or now_s < self._pace.retry_at_s:
+            return False
+        if self._pace.failing:
+            return not self._writes and not self._busy["writes"]
+        return self._writes.is_half_empty
+
+    def _expect_deferred(self) -> None:
+        self._has_deferred = True
+        self._work_ready.notify()
 
     def _run_jobs(self, reads_first: bool, staging: StagingBuffers) -> None:
         """Run jobs until closing. An internal error in one job must not end the thread."""
@@ -229,6 +280,8 @@ class TierWorkers:
                     self._run_write(job, staging)
                 elif isinstance(job, Probe):
                     self._run_probe(job)
+                elif isinstance(job, Refill):
+                    self._run_refill(job)
                 else:
                     self._run_flush(job)
             except Exception:
@@ -236,14 +289,31 @@ class TierWorkers:
             finally:
                 self._on_job_end(job)
 
-    def _on_job_end(self, job: InFlightLoad | TierWrite | Probe | Flush) -> None:
+    def _on_job_end(self, job: Job) -> None:
         with self._lock:
             if isinstance(job, InFlightLoad):
                 self._busy["reads"] -= 1
-            elif not isinstance(job, Probe):
+            elif isinstance(job, TierWrite | Flush):
                 self._busy["writes"] -= 1
                 self._writes.on_job_end(job)
+                self._work_ready.notify()  # another writer may start
             self._work_done.notify_all()
+
+    def _run_refill(self, refill: Refill) -> None:
+        writes = self._take_deferred(refill.limit)
+        for write in writes:
+            outcome = self.submit_write(write)
+            if outcome is not None:
+                self._end_queued(write, outcome)
+        if len(writes) == refill.limit:
+            self.expect_deferred()
+
+    def _end_queued(self, write: TierWrite, outcome: WriteOutcome) -> None:
+        """End a write that no worker has started."""
+        if self._start_write(write):
+            reason = "not written yet"
+            result = TransferResult(LoadOutcome.UNAVAILABLE, reason=reason, write=outcome)
+            self._on_write_end(write, result)
 
     def _run_probe(self, probe: Probe) -> None:
         started_s = time.perf_counter()
@@ -298,11 +368,27 @@ class TierWorkers:
             if result.cost is not None:
                 sharing = (before + self._busy["writes"]) / 2
                 self._chooser.record_write(write.key.namespace, result.cost, sharing)
-            if result.stored_bytes:
-                with self._lock:
-                    self._writes.record_write(write.nbytes, time.monotonic() - started_s)
         finally:
+            queued = self._update_pace(write, result, started_s)
             self._on_write_end(write, result)
+            for each in queued:
+                self._end_queued(each, WriteOutcome.NOT_TRIED)
+
+    def _update_pace(
+        self, write: TierWrite, result: TransferResult, started_s: float
+    ) -> list[TierWrite]:
+        """Record how a write went. Returns the queued writes if the tier takes none now."""
+        ended_s = time.monotonic()
+        with self._lock:
+            if result.write in (WriteOutcome.UNAVAILABLE, WriteOutcome.NOT_TRIED):
+                self._pace.record_failure(started_s, ended_s)
+                self._has_deferred = True
+                return self._writes.drain_writes()
+            if result.stored_bytes:
+                self._pace.record_success(started_s, ended_s)
+                self._writes.workers = min(max(1, self.tier.workers_write), self._pace.writers)
+                self._writes.record_write(write.nbytes, ended_s - started_s)
+            return []
 
     def _choose_codec(self, write: TierWrite) -> Codec:
         dtype = self._dtype_of(write.key)

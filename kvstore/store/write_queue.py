@@ -1,7 +1,8 @@
 """The queue of writes to one tier: bounded in blocks, and in seconds at the measured write rate.
 
-Each queued write leases a slot that engines could use. So the bound follows the tier's measured
-rate: a slow tier gets a short queue. The store drops and counts the writes that do not fit.
+Each queued write leases a slot, which no save gets before the block is written. So the bound follows
+the tier's measured rate: a slow tier gets a short queue. The writes that do not fit are deferred
+(`cache/deferred_writes.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from kvstore.cache.commands import TierWrite
 
 SMOOTHING: Final = 0.2
 """Weight of the newest write in the measured rate."""
+BACKLOG_BLOCKS: Final = 192
+"""Number of queued writes, and ..."""
+BACKLOG_S: Final = 3.75
+"""... time to write them at the measured rate, above which the queue counts as backlogged; at most
+BACKLOG_FRACTION of the bounds."""
 BACKLOG_FRACTION: Final = 0.75
-"""Fraction of a bound above which the queue counts as backlogged."""
 
 
 class Flush:
@@ -24,6 +29,13 @@ class Flush:
     def __init__(self) -> None:
         self.ended = threading.Event()
         self.succeeded = False
+
+
+class Refill:
+    """Queue up to `limit` deferred writes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
 
 
 class WriteQueue:
@@ -36,7 +48,8 @@ class WriteQueue:
     def __init__(self, max_blocks: int, max_seconds: float, workers: int) -> None:
         self._max_blocks = max_blocks
         self._max_seconds = max_seconds
-        self._workers = workers
+        self.workers = workers
+        """Number of threads that write concurrently. May change."""
         self._jobs: deque[tuple[int, TierWrite | Flush]] = deque()
         self._running: dict[int, int] = {}
         self.last_number = 0
@@ -54,9 +67,19 @@ class WriteQueue:
         return len(self._jobs)
 
     @property
+    def starts_with_flush(self) -> bool:
+        """Whether the oldest job is a flush."""
+        return bool(self._jobs) and isinstance(self._jobs[0][1], Flush)
+
+    @property
+    def is_half_empty(self) -> bool:
+        """Whether at least as many writes would fit as are queued, and one at least."""
+        return self.free_blocks() >= max(1, len(self._jobs))
+
+    @property
     def bytes_per_s(self) -> float:
         """Measured write rate in raw block bytes; 0 before the first write."""
-        return self._rate * self._workers
+        return self._rate * self.workers
 
     def add(self, write: TierWrite) -> bool:
         """Queue a write. False when the queue is full."""
@@ -95,12 +118,22 @@ class WriteQueue:
         self._bytes = 0
         return jobs
 
+    def drain_writes(self) -> list[TierWrite]:
+        """Remove and return all writes; flushes stay."""
+        writes = [job for _, job in self._jobs if isinstance(job, TierWrite)]
+        self._jobs = deque(entry for entry in self._jobs if isinstance(entry[1], Flush))
+        self._bytes = 0
+        return writes
+
     @property
     def is_backlogged(self) -> bool:
-        """Whether the tier cannot keep up, so that writes will soon be dropped."""
+        """Whether the tier cannot keep up with the saves."""
         max_bytes = self._max_bytes()
-        full = max_bytes is not None and self._bytes > BACKLOG_FRACTION * max_bytes
-        return full or len(self._jobs) > BACKLOG_FRACTION * self._max_blocks
+        if max_bytes is not None:
+            max_bytes = min(BACKLOG_FRACTION * max_bytes, BACKLOG_S * self.bytes_per_s)
+            if self._bytes > max_bytes:
+                return True
+        return len(self._jobs) > min(BACKLOG_FRACTION * self._max_blocks, BACKLOG_BLOCKS)
 
     def free_blocks(self) -> int:
         """Number of writes that would fit now, each as large as the largest block seen."""

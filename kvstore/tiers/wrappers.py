@@ -100,6 +100,12 @@ def iter_layers(tier: Tier) -> Iterator[Tier]:
         yield tier
 
 
+def takes_calls(tier: Tier) -> bool:
+    """Whether all circuit breakers around a tier are closed."""
+    breakers = (layer for layer in iter_layers(tier) if isinstance(layer, CircuitBreaker))
+    return all(breaker.is_up() for breaker in breakers)
+
+
 class CallTimeout(Wrapper):
     """Records the running calls and when each is overdue.
 

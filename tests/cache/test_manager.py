@@ -421,7 +421,7 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
                     break
                 new.append(key)
             expected += 1
-        count, writes = self.manager.pin([KEYS[n] for n in run], NBYTES)
+        count, writes = self.manager.pins.pin([KEYS[n] for n in run], NBYTES)
         assert count == expected
         self.leases += [(PINS, key) for key in new]
         assert {write.key for write in writes} == set(new) & self.dirty & self.unsent
@@ -430,7 +430,7 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
     @rule(run=runs)
     def unpin(self, run: list[int]) -> None:
         keys = {KEYS[n] for n in run} & self.pinned()
-        assert self.manager.unpin([KEYS[n] for n in run]) == len(keys)
+        assert self.manager.pins.unpin([KEYS[n] for n in run]) == len(keys)
         for key in keys:
             self.leases.remove((PINS, key))
 
@@ -497,7 +497,7 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
             self.manager.fail_load(load)
         for write in self.writes:
             self.manager.complete_write(write, WriteOutcome.FAILED)
-        assert self.manager.unpin() == len(self.pinned())
+        assert self.manager.pins.unpin() == len(self.pinned())
         self.manager.clear()
         assert self.manager.stats()["slots_free"] == self.slots
 

@@ -148,7 +148,7 @@ class Views:
             "blocks": len(chain.keys),
             "lookups": chain.lookups,
             "cached": cached,
-            "pinned": self._store.manager.count_pinned(chain.keys),
+            "pinned": self._store.manager.pins.count(chain.keys),
             "children": [self._chain(each) for each in chain.children],
             "more": chain.more,
         }

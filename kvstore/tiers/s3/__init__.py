@@ -107,7 +107,7 @@ class Config(Section):
     """Age at which objects are deleted. 0: never."""
     timeout: Milliseconds = Field(default=5_000.0, ge=10)
     """Maximum time to open a connection, and maximum time without progress. A whole request may
-    take four times as long."""
+    take four times as long, and once more for each 256 KiB that it sends."""
 
 
 def check(config: Config) -> None:

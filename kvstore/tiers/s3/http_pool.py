@@ -19,14 +19,15 @@ from typing import Final
 
 from kvstore.tiers.s3 import faults
 
-SEND_BYTES: Final = 1 << 20
-"""Bytes of one send. Each send must complete within the stall timeout."""
+SEND_BYTES: Final = 256 << 10
+"""Bytes of one send. Each send must complete within the stall timeout, and adds it to the maximum
+time of its exchange."""
 MAX_BODY_BYTES: Final = 8 << 20
 """Maximum size of a reply without a caller's buffer, such as a page of a listing."""
 MAX_IDLE_S: Final = 15.0
 """Idle time after which a connection is closed; services close theirs after 20 s or more."""
 EXCHANGE_STALLS: Final = 4
-"""Maximum time of a whole exchange, as a multiple of the stall timeout."""
+"""Maximum time of an exchange without a body to send, as a multiple of the stall timeout."""
 
 _STALE = (ConnectionError, http.client.BadStatusLine)
 
@@ -80,7 +81,8 @@ class HttpPool:
         length of the body. Raises faults.Unavailable.
         """
         what = f"{method} {target.partition('?')[0]}"
-        deadline_s = time.monotonic() + EXCHANGE_STALLS * self._stall_timeout_s
+        stalls = EXCHANGE_STALLS + sum(map(len, body)) / SEND_BYTES
+        deadline_s = time.monotonic() + stalls * self._stall_timeout_s
         connection = self._take_idle()
         is_new = connection is None
         try:
