@@ -7,12 +7,15 @@ The links are between blocks in L2 only. Call it under the L2 manager's lock.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Final
 
 from kvstore.cache.block import Block
 
-VICTIM_SCAN_MAX: Final = 256
-"""Maximum blocks of chains in use that are passed over to find a block to evict."""
+PASSED_OVER_MAX: Final = 256
+"""Maximum blocks that are passed over to find one to evict."""
+CHILDREN_MAX: Final = 16
+"""Maximum blocks after one block that are examined, the newest first."""
 
 
 class Chains:
@@ -35,52 +38,54 @@ class Chains:
         if block.parent is not None and block.parent.children is not None:
             del block.parent.children[block.slot]
             block.parent = None
-        for child in (block.children or {}).values():
-            child.parent = None
+        if block.children:
+            self._path = []
+            for child in block.children.values():
+                child.parent = None
         block.children = None
 
     def pick_victim(self, blocks: Iterable[Block], keep: Block | None) -> Block | None:
         """The block to evict: the first evictable one of `blocks` or, if blocks that follow it are
         in L2, the deepest of these, because they are worthless without it.
 
-        A block that only L2 has is not evicted for a block that follows it (`keep`, and the parents
-        of blocks that are being filled), and only if need be while a block that follows it is in
-        use. At most VICTIM_SCAN_MAX such blocks are passed over.
+        A block that only L2 has is not evicted for a block that follows it: `keep`, or a block
+        before one that is being filled. At most PASSED_OVER_MAX such blocks are passed over.
         """
-        kept: set[int] = set()
+        kept: set[int] = set() if keep is None else {keep.slot}
         seen: set[int] = set()
-        spare, scanned = None, 0
+        passed_over = 0
         for block in blocks:
             if not block.evictable or block.slot in seen:
                 continue
             if not block.children and block is not keep:
                 return block
             leaf = self._deepest(block, seen)
-            below = _newest_child(leaf)
-            if leaf.in_tiers or (below is None and leaf is not keep):
+            is_kept = leaf is keep or any(
+                not child.ready or child.slot in kept for child in _children(leaf)
+            )
+            if leaf.in_tiers or not is_kept:
                 return leaf
-            if below is None or not below.ready or below.slot in kept:
-                kept.update(each.slot for each in self._path)
-            else:
-                spare = spare or leaf
-            scanned += 1
-            if scanned >= VICTIM_SCAN_MAX:
+            kept.update(each.slot for each in self._path)
+            passed_over += 1
+            if passed_over >= PASSED_OVER_MAX:
                 break
-        return spare
+        return None
 
     def _deepest(self, block: Block, seen: set[int]) -> Block:
         """The last evictable block of the chain from `block` on, which is evictable itself.
 
         The way there is kept: if the end of a chain is evicted block by block, each step is short.
-        seen: the slots of the way are added, and it ends at one that is in the set.
+        seen: the slots of the way are added, and it ends before those that are in the set.
         """
         path = self._path if self._path and self._path[0] is block else [block]
         while len(path) > 1 and not path[-1].evictable:
             path.pop()
         seen.add(block.slot)
         seen.add(path[-1].slot)
-        while (child := _newest_child(path[-1])) is not None:
-            if not child.evictable or child.slot in seen:
+        while True:
+            below = (c for c in _children(path[-1]) if c.evictable and c.slot not in seen)
+            child = next(below, None)
+            if child is None:
                 break
             seen.add(child.slot)
             path.append(child)
@@ -88,5 +93,7 @@ class Chains:
         return path[-1]
 
 
-def _newest_child(block: Block) -> Block | None:
-    return next(reversed(block.children.values())) if block.children else None
+def _children(block: Block) -> Iterable[Block]:
+    """The newest of the blocks that follow a block."""
+    children = block.children
+    return islice(reversed(children.values()), CHILDREN_MAX) if children else ()

@@ -154,7 +154,7 @@ class TierWrites:
         """Evict a block that has only pending leases; its writes are cancelled, counted dropped."""
         writes = self._pending.for_block(block)
         if block.dirty and not writes:
-            self._counts["tier_writes_dropped"] += self._tiers
+            self._counts["tier_writes_dropped"] += self._tiers - block.deferred
         self._counts["tier_writes_dropped"] += len(writes)
         for write in writes:
             self._cancel(write)

@@ -1,11 +1,13 @@
 """The L2 manager against a simple model: dicts and lists, no eviction policy.
 
 The model also records the content of each slot. Only a filler may change its slot's bytes. Every
-other client may only read them under a lease, and must find the complete block of the key.
+other client may only read them under a lease, and must find the complete block of the key. It counts
+the writes that the tiers never got.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -22,10 +24,10 @@ from kvstore.cache.commands import (
     Waiter,
     WriteOutcome,
 )
-from kvstore.cache.eviction import LRU
+from kvstore.cache.eviction import EVICTION_POLICIES, LRU, eviction_policy
 from kvstore.cache.manager import L2Manager
 from kvstore.cache.slots import PINS, WORKERS
-from kvstore.cache.tier_writes import STALL_LIMIT
+from kvstore.cache.tier_writes import WRITE_TRIES_MAX
 from kvstore.cache.write_policy import WRITE_POLICIES, write_policy
 
 NBYTES = 4096
@@ -34,7 +36,12 @@ CLIENTS = (1, 2, 3)
 OLD = 2
 """Epochs after which a block is old."""
 
-runs = st.lists(st.sampled_from(range(len(KEYS))), min_size=1, max_size=6, unique=True)
+ends = (st.integers(0, len(KEYS) - 1), st.integers(1, 6))
+runs = st.one_of(
+    st.lists(st.sampled_from(range(len(KEYS))), min_size=1, max_size=6, unique=True),
+    st.builds(lambda start, count: list(range(start, min(start + count, len(KEYS)))), *ends),
+)
+"""Any blocks, and a part of one chain."""
 picks = st.integers(0, 1 << 16)
 
 
@@ -46,7 +53,6 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         tiers=st.integers(0, 2),
         policy=st.sampled_from(WRITE_POLICIES),
         max_loads=st.integers(1, 4),
-        stall_limit=st.integers(0, 3),
         max_pinned=st.integers(0, 3),
     )
     def start(
@@ -55,11 +61,9 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         tiers: int,
         policy: str,
         max_loads: int,
-        stall_limit: int,
         max_pinned: int,
     ) -> None:
         self.slots, self.tiers, self.max_loads = slots, tiers, max_loads
-        self.stall_limit = stall_limit
         self.policy = write_policy(policy)
         self.manager = L2Manager(
             slots,
@@ -67,7 +71,6 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
             self.policy,
             tiers=tiers,
             max_loads_per_tier=max_loads,
-            stall_limit=stall_limit,
             max_pinned=max_pinned,
         )
         self.max_pinned = max_pinned
@@ -77,7 +80,11 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         self.resident: dict[Key, int] = {}
         self.dirty: set[Key] = set()
         self.unsent: set[Key] = set()  # resident, to be written to the tiers at the next hit
-        self.no_slot_count = 0  # requests without a slot since a worker ended a write
+        self.down: set[int] = set()  # tiers that take no writes
+        self.deferred: dict[tuple[int, Key], int] = {}  # (tier, key): tries
+        self.dropped = 0  # writes that a tier will not get
+        self.failed = 0
+        self.parents: dict[Key, Key] = {}  # block before a block in its chain
         self.leases: list[tuple[int, Key]] = []  # (client, key), one entry for each lease
         self.saving: dict[Key, tuple[int, int]] = {}  # key: (client, slot)
         self.loads: dict[Key, InFlightLoad] = {}
@@ -109,41 +116,55 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         leases = Counter(key for _, key in self.leases)
         return {key for key in waiting if waiting[key] == leases[key]} - self.dirty
 
-    def evictable_if_stuck(self) -> set[Key]:
-        """If the tiers are stuck: dirty blocks with only leases of writes that are not started."""
-        if self.no_slot_count < self.stall_limit:
+    def evictable_if_down(self) -> set[Key]:
+        """If all tiers are down: blocks with only leases of writes that are not started."""
+        if not self.all_down():
             return set()
         waiting = Counter(write.key for write in self.writes if write not in self.writing)
         leases = Counter(key for _, key in self.leases)
-        return {key for key in self.dirty if waiting[key] == leases[key]}
+        return {key for key in self.resident if waiting[key] == leases[key]}
 
-    def count_no_slot(self) -> None:
-        """A request got no slot."""
-        self.no_slot_count += bool(self.writes)
+    def link(self, before: Key | None, key: Key) -> None:
+        if before is not None and before != key:
+            self.parents.setdefault(key, before)
+
+    def ancestors(self, key: Key) -> set[Key]:
+        found: set[Key] = set()
+        while key in self.parents and self.parents[key] not in found:
+            key = self.parents[key]
+            found.add(key)
+        return found
+
+    def before_filled_blocks(self) -> set[Key]:
+        """Blocks that are not evicted for those that follow them."""
+        return {each for key in self.filling() for each in self.ancestors(key)}
 
     def hit(self, keys: set[Key]) -> None:
         """Resident blocks were used."""
         if self.tiers and self.policy.on_evict:
             self.dirty |= keys & self.unsent
 
-    def check_evictions(self, filled: dict[Key, int], kept: set[Key]) -> None:
-        """Remove the blocks that a call evicted to fill slots; each must have been evictable."""
-        lost = self.evictable_if_stuck() - kept
+    def check_evictions(self, filled: dict[Key, int], kept: set[Key], lost: set[Key]) -> None:
+        """Remove the blocks that a call evicted to fill slots; each must have been evictable.
+
+        lost: blocks that it may evict although they wait to be written.
+        """
+        lost = lost - kept
         cancelled = [write for write in self.writes if write.cancelled]
         for write in cancelled:
             assert write not in self.writing, "cancelled under a writer"
-            assert write.key not in self.dirty or write.key in lost, "a dirty block was evicted"
+            assert write.key in lost, "its write was cancelled for a save"
             self.writes.remove(write)
             self.leases.remove((WORKERS, write.key))
+            self.dropped += 1
             assert not self.manager.start_write(write)
         ready = {key for key in KEYS if self.manager.match([key], NBYTES)}
         gone = set(self.resident) - ready
         assert {write.key for write in cancelled} <= gone, "cancelled without need"
         assert gone <= (self.evictable() | lost) - kept
-        if gone & lost:
-            assert not (self.evictable() | self.evictable_unwritten()) - kept - gone, (
-                "lost without need"
-            )
+        without_writes = {write.key for write in self.writes + cancelled}
+        for key in (gone & self.dirty) - without_writes:
+            self.dropped += self.tiers - sum(entry[1] == key for entry in self.deferred)
         assert len(gone) == max(0, len(filled) - self.free())
         for key in gone:
             self.forget(key)
@@ -157,6 +178,33 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         del self.resident[key]
         self.dirty.discard(key)
         self.unsent.discard(key)
+        self.unlink(key)
+        for entry in [entry for entry in self.deferred if entry[1] == key]:
+            del self.deferred[entry]
+            self.dropped += 1
+
+    def unlink(self, key: Key) -> None:
+        self.parents.pop(key, None)
+        for child in [child for child, before in self.parents.items() if before == key]:
+            del self.parents[child]
+
+    def all_down(self) -> bool:
+        return 0 < self.tiers == len(self.down)
+
+    def note_deferred(self) -> None:
+        """A call may have queued blocks. Tiers that are down get them later, without a write now."""
+        for tier in range(self.tiers):
+            now = self.manager.tier_writes.deferred_keys(tier)
+            before = {key for where, key in self.deferred if where == tier}
+            for key in before - now:
+                assert any(write.key == key and write.tier == tier for write in self.writes)
+                del self.deferred[tier, key]
+            for key in now - before:
+                assert tier in self.down, "deferred although the tier takes writes"
+                self.deferred[tier, key] = 0
+                self.unsent.discard(key)
+                if self.all_down():
+                    self.dirty.discard(key)
 
     def add_writes(self, writes: list[TierWrite]) -> None:
         for write in writes:
@@ -167,6 +215,7 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
             self.writes.append(write)
             self.unsent.discard(write.key)
             self.leases.append((WORKERS, write.key))
+        self.note_deferred()
 
     def publish(self, key: Key, slot: int) -> None:
         assert key not in self.resident, "a key twice"
@@ -189,7 +238,9 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         self.manager.drop_client(client)
         self.clients.remove(client)
         self.leases = [lease for lease in self.leases if lease[0] != client]
-        self.saving = {key: entry for key, entry in self.saving.items() if entry[0] != client}
+        for key in [key for key, entry in self.saving.items() if entry[0] == client]:
+            del self.saving[key]
+            self.unlink(key)
         for waiter, load in list(self.waiting):
             if waiter.client == client:
                 self.forget_waiter(waiter, load)
@@ -199,6 +250,7 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         others = any(other is load for _, other in self.waiting)
         if not others and load not in self.started:
             del self.loads[load.key]
+            self.unlink(load.key)
             assert not self.manager.start_load(load), "a cancelled load was started"
 
     # --- saves --------------------------------------------------------------------------
@@ -219,16 +271,25 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         filled = {keys[index]: slot for index, slot in result.slot_assignments}
         here = {key for key in keys if key in self.resident}
         self.hit(here)
-        self.check_evictions(filled, here)
+        self.check_evictions(filled, here, self.evictable_if_down())
         for key, slot in filled.items():
             self.saving[key] = (client, slot)
+        end = next((i for i in absent if i not in assigned), len(keys))
+        for before, key in itertools.pairwise(keys[:end]):
+            self.link(before, key)
         if result.dropped:
             assert self.free() == 0
-            assert self.evictable() | self.evictable_unwritten() | self.evictable_if_stuck() <= here
-            self.count_no_slot()
+            self.check_no_slot(keys[end - 1] if end else None, here, self.evictable_if_down())
         self.add_writes(result.tier_writes)
         assert result.already_cached == len(keys) - len(absent)
         assert len(ours) + result.dropped >= len(absent)
+
+    def check_no_slot(self, before: Key | None, here: set[Key], lost: set[Key]) -> None:
+        """A block that follows `before` got no slot: no block could be evicted for it."""
+        kept = self.before_filled_blocks()
+        kept |= self.ancestors(before) if before is not None else set()
+        assert self.evictable() - kept <= here
+        assert lost <= here
 
     @precondition(lambda self: self.saving)
     @rule(pick=picks, filled=st.booleans())
@@ -237,13 +298,14 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         client, slot = self.saving.pop(key)
         if not filled:
             self.manager.abandon(client, [slot])
+            self.unlink(key)
             return
         writes = self.manager.commit(client, [slot])
         self.publish(key, slot)
         self.unsent.add(key)
         if self.tiers and self.policy.on_evict:
             self.dirty.add(key)
-        assert len(writes) == (self.tiers if self.policy.on_commit else 0)
+        assert len(writes) == (self.tiers - len(self.down) if self.policy.on_commit else 0)
         self.add_writes(writes)
         assert self.manager.match([key], NBYTES) == 1, "a committed block is not found"
 
@@ -261,22 +323,17 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         assert isinstance(result, LeaseResult)
         self.hit(here)
         new = {load.key: load.slot for load in result.new_loads}
-        self.check_evictions(new, here)
+        self.check_evictions(new, here, self.evictable_unwritten() | self.evictable_if_down())
         for load in result.new_loads:
             self.loads[load.key] = load
+            index = keys.index(load.key)
+            self.link(keys[index - 1] if index else None, load.key)
         self.waiting += result.waiting
         for index, slot in result.ready:
             assert self.bytes[slot] == keys[index], "leased a block that is not the key's"
             self.leases.append((client, keys[index]))
         if result.truncated_at < len(keys):
-            self.explain(
-                keys[result.truncated_at],
-                sources[result.truncated_at],
-                result,
-                loading,
-                saving,
-                here,
-            )
+            self.explain(keys, sources, result, loading, saving, here)
         self.add_writes(result.tier_writes)
 
         ready = {index for index, _ in result.ready}
@@ -288,25 +345,26 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
 
     def explain(
         self,
-        key: Key,
-        source: int | None,
+        keys: list[Key],
+        sources: list[int | None],
         result: LeaseResult,
         loading: set[Key],
         saving: set[Key],
         here: set[Key],
     ) -> None:
         """A load may only be truncated for a reason."""
+        end = result.truncated_at
+        key, source = keys[end], sources[end]
         assert result.reason
         assert key not in here
         assert key not in loading
         full = Counter(load.tier for load in self.loads.values())
         if key not in saving and source is not None:
-            kept = set(here)  # leased during the call, and maybe released by the truncation
-            evictable = self.evictable() | self.evictable_unwritten() | self.evictable_if_stuck()
             if full[source] < self.max_loads:
                 assert self.free() == 0
-                assert evictable <= kept
-                self.count_no_slot()
+                lost = self.evictable_unwritten() | self.evictable_if_down()
+                # Those here are leased during the call, and maybe released by the truncation.
+                self.check_no_slot(keys[end - 1] if end else None, here, lost)
 
     @precondition(lambda self: self.waiting)
     @rule(pick=picks)
@@ -354,6 +412,7 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         self.waiting = [entry for entry in self.waiting if entry[1] is not load]
         if not arrived:
             assert self.manager.fail_load(load) == ours
+            self.unlink(load.key)
             return
         waiters, writes = self.manager.complete_load(load)
         assert waiters == ours
@@ -363,36 +422,78 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         assert all(write.tier < load.tier for write in writes), "written back to its source"
 
     @precondition(lambda self: len(self.writes) > len(self.writing))
-    @rule(pick=picks, queued=st.booleans())
-    def start_write(self, pick: int, queued: bool) -> None:
+    @rule(pick=picks, refused=st.sampled_from((None, WriteOutcome.NO_ROOM, WriteOutcome.NOT_TRIED)))
+    def start_write(self, pick: int, refused: WriteOutcome | None) -> None:
         waiting = [write for write in self.writes if write not in self.writing]
         write = waiting[pick % len(waiting)]
-        if queued:
+        if refused is None:
             assert self.manager.start_write(write)
             self.writing.append(write)
         else:
-            self.manager.complete_write(write, WriteOutcome.DROPPED)
-            self.unsent.add(write.key)
-            self.writes.remove(write)
-            self.leases.remove((WORKERS, write.key))
+            self.complete(write, refused)
 
     @precondition(lambda self: self.writing)
-    @rule(pick=picks, outcome=st.sampled_from((WriteOutcome.WRITTEN, WriteOutcome.FAILED)))
+    @rule(
+        pick=picks,
+        outcome=st.sampled_from([each for each in WriteOutcome if each is not WriteOutcome.NO_ROOM]),
+    )
     def end_write(self, pick: int, outcome: WriteOutcome) -> None:
         write = self.writing.pop(pick % len(self.writing))
-        self.writes.remove(write)
         assert self.bytes[write.slot] == write.key, "a slot changed under a writer"
+        self.complete(write, outcome)
+
+    def complete(self, write: TierWrite, outcome: WriteOutcome) -> None:
+        tries = write.tries + (outcome is WriteOutcome.UNAVAILABLE)
         self.manager.complete_write(write, outcome)
+        self.writes.remove(write)
         self.leases.remove((WORKERS, write.key))
-        self.dirty.discard(write.key)
-        self.no_slot_count = 0
-        if outcome is WriteOutcome.FAILED:
+        if outcome is WriteOutcome.NO_ROOM and write.key in self.dirty:
             self.unsent.add(write.key)
+            return
+        self.dirty.discard(write.key)
+        if outcome is WriteOutcome.WRITTEN:
+            self.down.discard(write.tier)
+            self.deferred.pop((write.tier, write.key), None)
+        elif outcome is WriteOutcome.FAILED or tries >= WRITE_TRIES_MAX:
+            self.failed += 1
+            self.unsent.add(write.key)
+        else:
+            self.deferred[write.tier, write.key] = tries
+
+    @precondition(lambda self: self.tiers)
+    @rule(pick=picks, down=st.booleans())
+    def set_down(self, pick: int, down: bool) -> None:
+        tier = pick % self.tiers
+        self.manager.tier_writes.set_down(tier, down)
+        if not down:
+            self.down.discard(tier)
+            return
+        self.down.add(tier)
+        for write in [write for write in self.writes if write.tier == tier]:
+            if write not in self.writing:
+                assert write.cancelled, "L2 cannot evict its block"
+                self.writes.remove(write)
+                self.leases.remove((WORKERS, write.key))
+                self.deferred[tier, write.key] = write.tries
+                if self.all_down():
+                    self.dirty.discard(write.key)
+
+    @precondition(lambda self: self.deferred)
+    @rule(pick=picks, limit=st.integers(1, 3))
+    def take_deferred(self, pick: int, limit: int) -> None:
+        tier = pick % self.tiers
+        waiting = [entry for entry in self.deferred if entry[0] == tier]
+        writes = self.manager.tier_writes.take_deferred(tier, limit)
+        assert len(writes) == min(limit, len(waiting))
+        for write in writes:
+            assert write.tries == self.deferred.pop((tier, write.key))
+        self.add_writes(writes)
 
     @rule(limit=st.integers(1, 4))
     def flush(self, limit: int) -> None:
+        dirty = set(self.dirty)
         writes = self.manager.flush_dirty(limit)
-        assert {write.key for write in writes} <= self.dirty
+        assert {write.key for write in writes} <= dirty
         assert len({write.key for write in writes}) <= limit
         self.add_writes(writes)
 
@@ -424,7 +525,8 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         count, writes = self.manager.pins.pin([KEYS[n] for n in run], NBYTES)
         assert count == expected
         self.leases += [(PINS, key) for key in new]
-        assert {write.key for write in writes} == set(new) & self.dirty & self.unsent
+        queued = set(new) & self.dirty & self.unsent if not self.all_down() else set()
+        assert {write.key for write in writes} == queued
         self.add_writes(writes)
 
     @rule(run=runs)
@@ -441,7 +543,8 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         old = {key for key in aged if not self.leased(key)} - self.dirty
         evicted, writes = self.manager.evict_expired(OLD)
         assert evicted == len(old)
-        assert {write.key for write in writes} == aged & self.dirty & self.unsent
+        queued = aged & self.dirty & self.unsent if not self.all_down() else set()
+        assert {write.key for write in writes} == queued
         for key in old:
             self.forget(key)
         self.add_writes(writes)
@@ -475,6 +578,9 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         assert stats["slots_pinned"] == len(self.pinned()) <= self.max_pinned
         assert stats["slots_dirty"] == len(self.dirty)
         assert stats["loads_in_flight"] == len(self.loads)
+        assert stats["tier_writes_deferred"] == len(self.deferred)
+        assert stats["tier_writes_dropped"] == self.dropped, "lost without a count"
+        assert stats["tier_writes_failed"] == self.failed
         total = stats["slots_free"] + stats["slots_filling"] + stats["slots_ready"]
         assert total == stats["slots"] == self.slots
 
@@ -662,13 +768,16 @@ def test_selective_writes_at_the_second_hit() -> None:
     assert lease(manager, 2, 0).tier_writes == []
 
 
-def test_selective_writes_a_dropped_block_again() -> None:
+def test_selective_writes_a_block_later_that_found_no_room_in_the_queue() -> None:
     manager = make(4, "selective", tiers=1)
     store(manager, 0)
     lease(manager, 1, 0)
     (write,) = lease(manager, 1, 0).tier_writes
-    manager.complete_write(write, WriteOutcome.DROPPED)
-    assert len(lease(manager, 1, 0).tier_writes) == 1
+    manager.complete_write(write, WriteOutcome.NO_ROOM)
+    assert lease(manager, 1, 0).tier_writes == [], "queued twice"
+    (again,) = manager.tier_writes.take_deferred(0, 4)
+    assert again.key == KEYS[0]
+    assert manager.tier_writes.take_deferred(0, 4) == []
 
 
 def test_write_back_evicts_no_unwritten_block_and_precleans() -> None:
@@ -691,7 +800,7 @@ def test_write_back_keeps_a_block_whose_write_was_dropped() -> None:
     manager = make(2, "write_back", tiers=1)
     store(manager, 0)
     (write,) = store(manager, 1) or manager.allocate_save(1, [KEYS[2]], NBYTES).tier_writes
-    manager.complete_write(write, WriteOutcome.DROPPED)
+    manager.complete_write(write, WriteOutcome.NO_ROOM)
     result = manager.allocate_save(1, [KEYS[2]], NBYTES)
     assert result.dropped == 1
     (again,) = result.tier_writes
@@ -702,18 +811,92 @@ def test_write_back_keeps_a_block_whose_write_was_dropped() -> None:
     )
 
 
-def test_a_full_queue_does_not_block_slots_that_others_need() -> None:
+def test_a_save_does_not_take_the_slot_of_a_block_that_is_to_be_written() -> None:
     manager = make(3, tiers=2)
     writes = store(manager, 0, 1, 2)
-    started = next(write for write in writes if write.key == KEYS[2])
-    assert manager.start_write(started)
-    result = manager.allocate_save(2, [KEYS[3], KEYS[4], KEYS[5]], NBYTES)
-    assert len(result.slot_assignments) == 2
-    assert result.dropped == 1, "a slot was taken from a writer"
-    assert resident(manager) == {2}
-    assert {s.key for s in writes if s.cancelled} == {KEYS[0], KEYS[1]}
+    assert manager.start_write(writes[0])
+    for _ in range(50):
+        assert manager.allocate_save(2, [KEYS[3], KEYS[4]], NBYTES).dropped == 2
+    assert manager.stats()["no_slot"] == 2, "each block counts once"
+    assert resident(manager) == {0, 1, 2}
+    manager.complete_write(writes[0], WriteOutcome.WRITTEN)
+    assert manager.allocate_save(2, [KEYS[3]], NBYTES).dropped == 1, "one of two tiers has it"
+    assert manager.start_write(writes[1])
+    manager.complete_write(writes[1], WriteOutcome.WRITTEN)
+    result = manager.allocate_save(2, [KEYS[3], KEYS[4]], NBYTES)
+    assert [index for index, _ in result.slot_assignments] == [0]
+    assert resident(manager) == {1, 2}
+    assert manager.stats()["tier_writes_dropped"] == 0
+
+
+def test_a_load_takes_the_slots_of_the_deepest_unwritten_blocks() -> None:
+    manager = make(6, tiers=2)
+    writes = store(manager, 0, 1, 2) + store(manager, 3, 4, 5)
+    started = [write for write in writes if write.key == KEYS[5]]
+    assert all(map(manager.start_write, started))
+    result = lease(manager, 2, 6, 7, 8, tier=0)
+    assert len(result.new_loads) == 3
+    assert resident(manager) == {0, 1, 5}, "not the last ones that no worker writes"
+    assert {s.key for s in writes if s.cancelled} == {KEYS[2], KEYS[3], KEYS[4]}
     assert not any(manager.start_write(write) for write in writes if write.cancelled)
-    assert manager.stats()["tier_writes_dropped"] == 4
+    assert manager.stats()["tier_writes_dropped"] == 6
+
+
+def test_the_queue_has_the_front_of_a_chain_first() -> None:
+    manager = make(8, tiers=1)
+    assert [write.key for write in store(manager, 0, 1, 2, 3)] == KEYS[:4]
+    back = make(8, "write_back", tiers=1)
+    store(back, 0, 1, 2, 3)
+    assert [write.key for write in back.flush_dirty(2)] == KEYS[:2]
+
+
+def test_deferred_writes_come_back_in_their_order() -> None:
+    manager = make(8, tiers=1)
+    writes = store(manager, 0, 1, 2, 3, 4)
+    for number, outcome in (
+        (3, WriteOutcome.NO_ROOM),
+        (1, WriteOutcome.UNAVAILABLE),
+        (2, WriteOutcome.NOT_TRIED),
+        (0, WriteOutcome.UNAVAILABLE),
+    ):
+        assert manager.start_write(writes[number])
+        manager.complete_write(writes[number], outcome)
+    assert manager.stats()["tier_writes_retried"] == 2
+    first = manager.tier_writes.take_deferred(0, 1)
+    assert [write.key for write in first] == [KEYS[0]]
+    manager.complete_write(first[0], WriteOutcome.UNAVAILABLE)
+    rest = manager.tier_writes.take_deferred(0, 9)
+    assert [write.key for write in rest] == [KEYS[1], KEYS[2], KEYS[3], KEYS[0]], (
+        "a block that failed twice stops the others"
+    )
+
+
+def test_a_write_is_tried_so_many_times_and_no_more() -> None:
+    manager = make(4, tiers=1)
+    (write,) = store(manager, 0)
+    for tries in range(WRITE_TRIES_MAX):
+        assert write.tries == tries
+        manager.complete_write(write, WriteOutcome.NOT_TRIED)
+        (write,) = manager.tier_writes.take_deferred(0, 1)
+        manager.complete_write(write, WriteOutcome.UNAVAILABLE)
+        writes = manager.tier_writes.take_deferred(0, 1)
+        write = writes[0] if writes else write
+    assert writes == []
+    stats = manager.stats()
+    assert (stats["tier_writes_failed"], stats["tier_writes_deferred"]) == (1, 0)
+    assert stats["tier_writes_retried"] == WRITE_TRIES_MAX - 1
+
+
+def test_an_evicted_block_that_no_tier_got_is_counted() -> None:
+    manager = make(4, tiers=2)
+    for write in store(manager, 0, 1):
+        manager.complete_write(write, WriteOutcome.NO_ROOM)
+    assert manager.stats()["tier_writes_dropped"] == 0
+    store(manager, 2, 3)
+    assert manager.allocate_save(1, [KEYS[4]], NBYTES).dropped == 0
+    assert resident(manager) == {0, 2, 3}
+    stats = manager.stats()
+    assert (stats["tier_writes_dropped"], stats["tier_writes_deferred"]) == (2, 2)
 
 
 def test_a_save_keeps_the_prefix_it_extends() -> None:
@@ -741,7 +924,7 @@ def test_clear_leaves_leased_blocks_alone() -> None:
 
 
 @pytest.mark.parametrize("sent", [True, False])
-def test_write_back_evicts_unwritten_blocks_once_the_tiers_are_stuck(sent: bool) -> None:
+def test_write_back_evicts_unwritten_blocks_while_all_tiers_are_down(sent: bool) -> None:
     manager = make(8, "write_back", tiers=1)
     store(manager, 0, 1, 2, 3, 4, 5, 6, 7)
     (writing,) = lease(manager, 1, 7).tier_writes
@@ -749,10 +932,9 @@ def test_write_back_evicts_unwritten_blocks_once_the_tiers_are_stuck(sent: bool)
     if sent:
         assert len(manager.flush_dirty(8)) == 7
     assert manager.start_write(writing)
-    for _ in range(STALL_LIMIT):
-        assert manager.allocate_save(2, [KEYS[8]], NBYTES).dropped == 1, (
-            "evicted before the stall limit"
-        )
+    for _ in range(50):
+        assert manager.allocate_save(2, [KEYS[8]], NBYTES).dropped == 1, "evicted unwritten"
+    manager.tier_writes.set_down(0, True)
     assert len(manager.allocate_save(2, [KEYS[8]], NBYTES).slot_assignments) == 1, (
         "a tier that hangs blocks L2"
     )
@@ -760,10 +942,64 @@ def test_write_back_evicts_unwritten_blocks_once_the_tiers_are_stuck(sent: bool)
     assert not writing.cancelled
     assert manager.stats()["tier_writes_dropped"] == 1
     manager.complete_write(writing, WriteOutcome.WRITTEN)
-    assert len(manager.allocate_save(2, [KEYS[9]], NBYTES).slot_assignments) == 1
-    assert manager.allocate_save(2, [KEYS[10]], NBYTES).dropped == 1, (
-        "a write ended, so the tiers are not stuck"
+    assert manager.tier_writes.down == set(), "a write ended, so the tier is up"
+    manager.check()
+
+
+# --- the end of a chain before its front ---------------------------------------------------
+
+
+def save_in_parts(manager: L2Manager, keys: list[Key], size: int, *, looked_up: bool) -> int:
+    """Save a chain part by part, as engines do that compute a prompt in steps. Returns the number
+    of leading blocks that got a slot."""
+    if looked_up:
+        manager.record_lookup(keys)
+    for at in range(0, len(keys), size):
+        result = manager.allocate_save(1, keys[at : at + size], NBYTES)
+        manager.commit(1, [slot for _, slot in result.slot_assignments])
+        if result.dropped:
+            return at + len(result.slot_assignments)
+    return len(keys)
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_the_front_of_a_chain_outlives_its_end(policy: str) -> None:
+    """Without a tier below, a chain of three slabs, and then other chains."""
+    chain = [Key("team", "space", b"chain%d" % n) for n in range(96)]
+    manager = L2Manager(
+        32, eviction_policy(policy, 32), write_policy("write_through"), tiers=0, max_loads_per_tier=0
     )
+    manager.add_client(1)
+    assert save_in_parts(manager, chain, 8, looked_up=True) == 32, "kept is what was said"
+    assert manager.match(chain, NBYTES) == 32
+    left = 32
+    for number in range(8):
+        other = [Key("team", "space", b"other%d/%d" % (number, n)) for n in range(3)]
+        assert save_in_parts(manager, other, 3, looked_up=True) == 3
+        here = sum(manager.match([key], NBYTES) for key in chain)
+        assert manager.match(chain, NBYTES) == here, "a gap in the chain"
+        assert here <= left
+        left = here
+    manager.check()
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_a_branch_goes_before_what_it_shares(policy: str) -> None:
+    """Two chains with a common front; the newer one was saved in parts, the older one loaded."""
+    front = [Key("team", "space", b"front%d" % n) for n in range(8)]
+    chains = [front + [Key("team", "space", b"%s%d" % (c, n)) for n in range(8)] for c in (b"a", b"b")]
+    manager = L2Manager(
+        24, eviction_policy(policy, 24), write_policy("write_through"), tiers=0, max_loads_per_tier=0
+    )
+    manager.add_client(1)
+    for chain in chains:
+        assert save_in_parts(manager, chain, 4, looked_up=True) == 16
+    for number in range(12):
+        other = [Key("team", "space", b"other%d" % number)]
+        assert save_in_parts(manager, other, 1, looked_up=True) == 1
+        for chain in chains:
+            here = sum(manager.match([key], NBYTES) for key in chain)
+            assert manager.match(chain, NBYTES) == here, "a gap in a chain"
     manager.check()
 
 
