@@ -9,7 +9,7 @@ class Block:
     """A block in a slot that is FILLING or READY."""
 
     __slots__ = (
-        "children",
+        "child",
         "deferred",
         "dirty",
         "epoch",
@@ -17,6 +17,8 @@ class Block:
         "hits",
         "key",
         "nbytes",
+        "newer",
+        "older",
         "parent",
         "ready",
         "ref_count",
@@ -42,8 +44,12 @@ class Block:
         """Number of tiers that still have to get it and do not have it in their queue."""
         self.parent: Block | None = None
         """The block before it in its chain, if that is known and in L2."""
-        self.children: dict[int, Block] | None = None
-        """By slot, the blocks in L2 whose parent it is."""
+        self.child: Block | None = None
+        """The newest of the blocks in L2 whose parent it is,"""
+        self.older: Block | None = None
+        """the next older of its parent's,"""
+        self.newer: Block | None = None
+        """and the next newer."""
 
     @property
     def evictable(self) -> bool:

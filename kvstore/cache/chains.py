@@ -6,8 +6,8 @@ The links are between blocks in L2 only. Call it under the L2 manager's lock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
 from typing import Final
 
 from kvstore.cache.block import Block
@@ -19,7 +19,7 @@ CHILDREN_MAX: Final = 16
 
 
 class Chains:
-    """The links are `parent` and `children` of the blocks."""
+    """The links are `parent`, `child`, `older` and `newer` of the blocks."""
 
     def __init__(self) -> None:
         self._path: list[Block] = []
@@ -29,20 +29,27 @@ class Chains:
         """Record that `block` follows `parent`, unless its parent is known."""
         if block.parent is None and parent is not None and parent is not block:
             block.parent = parent
-            if parent.children is None:
-                parent.children = {}
-            parent.children[block.slot] = block
+            older = parent.child
+            if older is not None:
+                block.older, older.newer = older, block
+            parent.child = block
 
     def unlink(self, block: Block) -> None:
         """Remove the links of a block that leaves L2."""
-        if block.parent is not None and block.parent.children is not None:
-            del block.parent.children[block.slot]
-            block.parent = None
-        if block.children:
+        parent, older, newer = block.parent, block.older, block.newer
+        if parent is not None:
+            if newer is None:
+                parent.child = older
+            else:
+                newer.older = older
+            if older is not None:
+                older.newer = newer
+            block.parent = block.older = block.newer = None
+        if block.child is not None:
             self._path = []
-            for child in block.children.values():
-                child.parent = None
-        block.children = None
+            for child in list(_children(block)):
+                child.parent = child.older = child.newer = None
+            block.child = None
 
     def pick_victim(self, blocks: Iterable[Block], keep: Block | None) -> Block | None:
         """The block to evict: the first evictable one of `blocks` or, if blocks that follow it are
@@ -51,17 +58,24 @@ class Chains:
         A block that only L2 has is not evicted for a block that follows it: `keep`, or a block
         before one that is being filled. At most PASSED_OVER_MAX such blocks are passed over.
         """
+        rest = iter(blocks)
+        for block in rest:
+            if block.evictable:
+                if block.child is None and block is not keep:
+                    return block
+                return self._pick_in_chains(chain((block,), rest), keep)
+        return None
+
+    def _pick_in_chains(self, blocks: Iterable[Block], keep: Block | None) -> Block | None:
         kept: set[int] = set() if keep is None else {keep.slot}
         seen: set[int] = set()
         passed_over = 0
         for block in blocks:
             if not block.evictable or block.slot in seen:
                 continue
-            if not block.children and block is not keep:
-                return block
             leaf = self._deepest(block, seen)
             is_kept = leaf is keep or any(
-                not child.ready or child.slot in kept for child in _children(leaf)
+                not child.ready or child.slot in kept for child in islice(_children(leaf), CHILDREN_MAX)
             )
             if leaf.in_tiers or not is_kept:
                 return leaf
@@ -80,20 +94,26 @@ class Chains:
         path = self._path if self._path and self._path[0] is block else [block]
         while len(path) > 1 and not path[-1].evictable:
             path.pop()
+        node = path[-1]
         seen.add(block.slot)
-        seen.add(path[-1].slot)
-        while True:
-            below = (c for c in _children(path[-1]) if c.evictable and c.slot not in seen)
-            child = next(below, None)
-            if child is None:
-                break
+        seen.add(node.slot)
+        while (child := node.child) is not None:
+            if child.slot in seen or not child.evictable:
+                children = islice(_children(node), CHILDREN_MAX)
+                others = (c for c in children if c.evictable and c.slot not in seen)
+                child = next(others, node)
+                if child is node:
+                    break
             seen.add(child.slot)
             path.append(child)
+            node = child
         self._path = path
-        return path[-1]
+        return node
 
 
-def _children(block: Block) -> Iterable[Block]:
-    """The newest of the blocks that follow a block."""
-    children = block.children
-    return islice(reversed(children.values()), CHILDREN_MAX) if children else ()
+def _children(block: Block) -> Iterator[Block]:
+    """The blocks in L2 that follow a block, the newest first."""
+    child = block.child
+    while child is not None:
+        yield child
+        child = child.older

@@ -143,7 +143,8 @@ class L2Manager:
                         self._refused.update((key, None) for key in missing)
                         break
                     block = self._table.fill_slot(client, key, slot, nbytes)
-                    self._refused.discard(key)
+                    if self._refused:
+                        self._refused.discard(key)
                     result.slot_assignments.append((index, slot))
                 self._table.chains.link(parent, block)
                 parent = block
@@ -175,7 +176,7 @@ class L2Manager:
         """Record a lookup of these keys; they start with a prompt's first block."""
         with self.lock:
             self._quotas.on_lookup(keys)
-            if keys and self._table.get(keys[-1]) is None:
+            if len(keys) > 1 and self._table.get(keys[-1]) is None:
                 self._looked_up.update(zip(keys[1:], keys, strict=False))
 
     def match(self, keys: Sequence[Key], nbytes: int) -> int:

@@ -21,6 +21,9 @@ class RecentKeys(Generic[V]):
         self._new: dict[Key, V] = {}
         self._old: dict[Key, V] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._new or self._old)
+
     def __contains__(self, key: Key) -> bool:
         return key in self._new or key in self._old
 

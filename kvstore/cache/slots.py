@@ -289,10 +289,12 @@ class SlotTable:
                 assert block.slot == slot
                 assert self._blocks[block.key] is block
                 assert block.ref_count == leases[slot] + block.ready
-                assert block.parent is None or (block.parent.children or {})[slot] is block
-                for child in (block.children or {}).values():
-                    assert child.parent is block
+                assert block.parent is None or self._by_slot[block.parent.slot] is block.parent
+                newer, child = None, block.child
+                while child is not None:
                     assert self._by_slot[child.slot] is child
+                    assert (child.parent, child.newer) == (block, newer)
+                    newer, child = child, child.older
         assert self.evictable == sum(block.evictable for block in self._blocks.values())
         assert all(count == 1 for count in self._leases[PINS].values()), "pinned twice"
         assert self.quotas.slots == Counter(key.tenant for key in self._blocks)

@@ -241,14 +241,15 @@ class TierWrites:
         """Add a pending write of the block to each tier, with a lease for each. A tier that is
         down gets it later."""
         for tier in tiers:
-            self.deferred.discard(block, tier)
+            if block.deferred:
+                self.deferred.discard(block, tier)
             number = next(self._numbers)
             if tier in self.down:
                 self.deferred.add(tier, DeferredWrite(block, number, tries=0))
             else:
                 writes.append(self._lease_for_write(block, tier, number, tries=0))
         block.written = True
-        if self._all_down():
+        if self.down and self._all_down():
             self._table.set_dirty(block, False)
 
     def _lease_for_write(self, block: Block, tier: int, number: int, tries: int) -> TierWrite:

@@ -14,6 +14,7 @@ from manual_store import ManualClock, ManualStore
 from kvstore.blocks.key import Namespace
 from kvstore.connectors.common.guarded_store import GuardedStore
 from kvstore.connectors.common.pending_lookups import MISS_CACHE_MS, ROUND_TRIP_MS, PendingLookups
+from kvstore.connectors.common.dropped_blocks import RETRY_S
 from kvstore.connectors.reference.hooks import SAVES_MAX, ReferenceHooks
 from kvstore.engine.hooks import HookEvent, LoadDone, SaveDone
 from kvstore.errors import ConfigError
@@ -426,15 +427,41 @@ def test_a_save_ends_after_the_maximum_wait(rigs: Any, assigned: int) -> None:
     assert not rig.store.blocks
 
 
-def test_a_save_of_stored_blocks_or_without_slots_ends_at_once(rigs: Any) -> None:
+def test_a_save_of_stored_blocks_ends_at_once(rigs: Any) -> None:
     rig = rigs(BestEffort(), auto=("save",), slots=1)
-    hashes = chain(3)
+    hashes = chain(1)
     rig.store.put(hashes[0], block_of(0))
-    save_id = rig.hooks.save("r", hashes[:1], [0, 1])
+    save_id = rig.hooks.save("r", hashes, [0, 1])
     assert rig.hooks.poll(0.0) == [SaveDone(save_id, 0)]
-    save_id = rig.hooks.save("r", hashes, [0, 1, 2, 3, 4, 5])
-    assert rig.events() == [SaveDone(save_id, 1)]
-    assert rig.hooks.stats()["blocks_dropped"] == 1
+
+
+def test_blocks_without_a_slot_are_saved_as_soon_as_there_is_one(rigs: Any) -> None:
+    rig = rigs(BestEffort(), auto=("save",), slots=1)
+    hashes = chain(4)
+    rig.store.put(hashes[1], block_of(1))
+    save_id = rig.hooks.save("r", hashes, list(range(8)))
+    events: list[HookEvent] = []
+    while not events:
+        rig.pass_ms(RETRY_S * 1e3)
+        events = rig.hooks.poll(0.05)
+    assert events == [SaveDone(save_id, 3)]
+    for number in (0, 2, 3):
+        assert rig.store.blocks[hashes[number]][1] == rig.block([2 * number, 2 * number + 1])
+    assert rig.hooks.stats()["blocks_dropped"] == 0
+
+
+def test_blocks_without_a_slot_are_dropped_after_the_maximum_wait(rigs: Any) -> None:
+    rig = rigs(BestEffort(), auto=("save",), slots=2)
+    rig.store.free, free = [], rig.store.free
+    save_id = rig.hooks.save("r", chain(3), list(range(6)))
+    for _ in range(20):
+        rig.pass_ms(MAX_WAIT_MS / 25)
+        assert rig.hooks.poll(0.0) == []
+    rig.pass_ms(MAX_WAIT_MS)
+    assert rig.hooks.poll(0.0) == [SaveDone(save_id, 0)]
+    assert rig.hooks.stats()["blocks_dropped"] == 3
+    rig.store.free = free
+    rig.store.check_idle()
 
 
 def test_a_save_with_an_error_commits_nothing(rigs: Any) -> None:

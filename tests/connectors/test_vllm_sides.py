@@ -13,6 +13,7 @@ import torch
 from manual_store import ManualClock, ManualSlab, ManualStore
 
 from kvstore.blocks.key import Namespace
+from kvstore.connectors.common.dropped_blocks import RETRY_S
 from kvstore.connectors.common.pending_lookups import ROUND_TRIP_MS
 from kvstore.connectors.vllm.connector.lora import Adapters
 from kvstore.connectors.vllm.connector.metadata import RequestBlocks, StepMetadata, StepResult
@@ -563,6 +564,50 @@ def test_a_save_without_slots_is_dropped_after_the_maximum_wait() -> None:
     assert rig.side.counts()["saves_timed_out"] == 1
     rig.store.check_idle()
     rig.side.close()
+
+
+def test_blocks_without_a_slot_are_saved_as_soon_as_there_is_one() -> None:
+    rig = Working(slots=1)
+    written = [rig.fill(3 + index, index) for index in range(4)]
+    rig.store.put(chain(4)[1], bytes_of(1))
+    ended = rig.step(replace(saves(4), finishing=frozenset({"r"})))
+    end_s = time.monotonic() + HANG_LIMIT_S
+    while not ended.sent:
+        assert ended.saved == [], "its blocks may be overwritten"
+        assert time.monotonic() < end_s
+        rig.clock.advance(RETRY_S)
+        ended = rig.step(StepMetadata(idle=True))
+    assert (ended.sent, ended.saved) == ({"r"}, [("r", 0)])
+    assert [rig.store.blocks[key][1] for key in chain(4)] == written
+    counts = rig.side.counts()
+    assert (counts["blocks_saved"], counts["blocks_dropped"]) == (3, 0)
+    rig.side.close()
+    rig.store.check_idle()
+
+
+def test_blocks_without_a_slot_are_dropped_after_the_maximum_wait() -> None:
+    rig = Working()
+    rig.store.free, free = [], rig.store.free
+    assert rig.step(saves(3)).saved == []
+    for _ in range(20):
+        rig.clock.advance(MAX_WAIT_MS / 25e3)
+        assert rig.step(StepMetadata(idle=True)).saved == []
+    rig.clock.advance(MAX_WAIT_MS / 1e3)
+    assert rig.step(StepMetadata(idle=True)).saved == [("r", 0)]
+    assert rig.side.counts()["blocks_dropped"] == 3
+    rig.store.free = free
+    rig.side.close()
+    rig.store.check_idle()
+
+
+def test_preempted_blocks_do_not_wait_for_slots() -> None:
+    """They are overwritten in the next step."""
+    rig = Working(slots=1)
+    rig.step(saves(3))
+    rig.step(replace(StepMetadata(), preempted=frozenset({"r"})))
+    assert rig.side.stats()["saves_under_way"] == 0
+    rig.side.close()
+    rig.store.check_idle()
 
 
 def test_preemption_drops_saves_before_their_blocks_are_overwritten() -> None:

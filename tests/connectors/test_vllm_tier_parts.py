@@ -22,12 +22,14 @@ from tier_rig import (
     keys_of,
 )
 
+from kvstore.connectors.common.dropped_blocks import RETRY_S
 from kvstore.connectors.common.guarded_store import GuardedStore
 from kvstore.connectors.vllm.common.idle_steps import IDLE_STEP_S, IDLE_WAIT_S, IdleSteps
 from kvstore.connectors.vllm.tier.jobs import (
     SAVE_WINDOWS_MAX,
     WINDOW_BLOCKS,
     WINDOWS_MAX,
+    JobOutcome,
     OffloadJobs,
 )
 from kvstore.connectors.vllm.tier.stale_pools import STALE_S, find_stale_pools, remove_stale_pools
@@ -174,12 +176,36 @@ def test_a_full_or_raising_store_fails_saves_and_nothing_else() -> None:
     assert rig.outcomes()[0].ok
     rig.store.free = []
     rig.jobs.submit(2, keys_of(1, 1), [0], is_load=False)
+    assert rig.jobs.finished() == [], "a slot may become free"
+    rig.clock.advance(MAX_WAIT_MS / 1e3)
     assert not rig.outcomes()[0].ok
+    assert rig.jobs.counts["blocks_dropped"] == 1
     rig.store.raising = True
     rig.jobs.submit(3, keys_of(1, 2), [0], is_load=True)
     assert rig.outcomes()[0].failed == tuple(keys_of(1, 2))
     rig.store.raising = False
     rig.store.free = list(range(4))
+    rig.close()
+
+
+def test_blocks_without_a_slot_are_saved_as_soon_as_there_is_one() -> None:
+    rig = JobRig(*ALL, slots=8)
+    keys = keys_of(6)
+    written = [rig.fill(index, index + 1) for index in range(6)]
+    rig.store.put(keys[2], block_of(3))
+    rig.store.free, rest = rig.store.free[:1], rig.store.free[1:]
+    rig.jobs.submit(1, keys, range(6), is_load=False)
+    ended: list[JobOutcome] = []
+    while not ended:
+        rig.clock.advance(RETRY_S)
+        ended = rig.jobs.finished(0.01)
+    assert ended[0].ok
+    assert set(ended[0].copied) == {key for key in keys if key != keys[2]}
+    counts = rig.jobs.counts
+    assert (counts["blocks_saved"], counts["blocks_already_stored"]) == (5, 1)
+    assert counts["blocks_dropped"] == 0
+    assert [rig.store.blocks[key][1] for key in keys] == written
+    rig.store.free += rest
     rig.close()
 
 

@@ -18,6 +18,7 @@ import torch
 
 from kvstore import kernels
 from kvstore.connectors.common.copy_thread import Copy, CopyThread, Direction
+from kvstore.connectors.common.dropped_blocks import RETRY_S, first_dropped
 from kvstore.connectors.common.guarded_store import GuardedStore
 from kvstore.connectors.common.pending_lookups import PendingLookups
 from kvstore.connectors.common.split_load import SplitLoads
@@ -50,13 +51,19 @@ class Loading:
 
 @dataclass(eq=False, slots=True)
 class Saving:
-    """A save until its event. copying: it has its slots, and its copy is queued."""
+    """A save until its event. copying: it has its slots, and its copy is queued.
+
+    pages: of the blocks that are not saved yet. saved: number of those that are. retry_at_s: time
+    of the next save of blocks that got no slot.
+    """
 
     save_id: int
     pages: list[list[int]]
     started_s: float
     save: Save
     copying: bool = False
+    saved: int = 0
+    retry_at_s: float = 0.0
 
 
 class ReferenceHooks:
@@ -211,7 +218,8 @@ class ReferenceHooks:
         return bool(updated) and self._lookups.affected_by(updated)
 
     def _advance_save(self, saving: Saving) -> None:
-        """Queue the copy once the slots are assigned. End the save if no slot is, or too late."""
+        """Queue the copy once the slots are assigned. If no slot is, save again after a while. End
+        the save if it is too late."""
         save = saving.save
         if saving.copying:
             return
@@ -221,23 +229,57 @@ class ReferenceHooks:
             slots = [slot for _, slot in save.slot_assignments]
             if not self._copy(Direction.GATHER, rows, slots, saving):
                 self._end_save(saving, copied=False)
+        elif save.done and self._may_save_again(saving):
+            if self._clock() >= saving.retry_at_s:
+                self._store.release(save)
+                self._save_again(saving)
         elif save.done:
             self._end_save(saving, copied=False)
-        elif (self._clock() - saving.started_s) * 1e3 >= self._max_wait_ms:
+        elif self._is_late(saving):
             self._counts["saves_timed_out"] += 1
             self._end_save(saving, copied=False)
 
+    def _is_late(self, saving: Saving) -> bool:
+        return (self._clock() - saving.started_s) * 1e3 >= self._max_wait_ms
+
+    def _may_save_again(self, saving: Saving) -> bool:
+        """Whether blocks of the save got no slot, and may still wait for one."""
+        dropped = saving.save.dropped > 0 and not saving.save.fault
+        return dropped and not self._closed and not self._is_late(saving)
+
+    def _save_again(self, saving: Saving) -> None:
+        """Save the blocks that got no slot. The previous save has ended."""
+        start, dropped = first_dropped(saving.save), saving.save.dropped
+        saving.pages = saving.pages[start:]
+        save = self._store.save(saving.save.hashes[start:])
+        saving.retry_at_s = self._clock() + RETRY_S
+        saving.copying = False
+        if save is None:
+            self._counts["blocks_dropped"] += dropped
+            self._forget_save(saving)
+        else:
+            saving.save = save
+
     def _end_save(self, saving: Saving, *, copied: bool) -> None:
-        """Commit the copied blocks, or release the slots; then report."""
-        del self._saving[saving.save_id]
-        blocks = 0
-        self._counts["blocks_dropped"] += saving.save.dropped
+        """Commit the copied blocks, or release the slots. Then save those that got no slot, or end
+        the save."""
+        save = saving.save
+        again = copied and self._may_save_again(saving)
         if not copied:
-            self._store.release(saving.save)
-        elif self._store.commit(saving.save):
-            blocks = len(saving.save.slot_assignments)
-        self._counts["blocks_saved"] += blocks
-        self._events.append(SaveDone(saving.save_id, blocks))
+            self._store.release(save)
+        elif self._store.commit(save):
+            saving.saved += len(save.slot_assignments)
+            self._counts["blocks_saved"] += len(save.slot_assignments)
+        if again:
+            self._save_again(saving)
+            return
+        self._counts["blocks_dropped"] += save.dropped
+        self._forget_save(saving)
+
+    def _forget_save(self, saving: Saving) -> None:
+        """The save has ended: report it."""
+        del self._saving[saving.save_id]
+        self._events.append(SaveDone(saving.save_id, saving.saved))
 
     def _report_load(self, loading: Loading, blocks: int, layers: Sequence[Event] = ()) -> None:
         """Report the loaded blocks to the engine, once for each load."""

@@ -30,6 +30,8 @@ HOLES_MAX: Final = 4
 """Maximum number of missing pages in a batch. After that the rest counts as missing too."""
 NO_SLOT_WAIT_S: Final = 0.002
 """Delay between two attempts to lease slots that other readers have leased."""
+NO_SLOT_WAIT_MAX_S: Final = 0.05
+"""A write that finds no slot doubles the delay up to this: it waits for blocks to be written."""
 HASH_BYTES: Final = 32
 
 
@@ -248,8 +250,9 @@ class PagePool:
     def _write_all(
         self, hashes: Sequence[bytes], pages: Sequence[Extents], deadline_s: float
     ) -> int:
-        """Save the batch in parts; returns the number of leading pages that are stored."""
-        stored = 0
+        """Save the batch in parts; returns the number of leading pages that are stored. Waits for
+        slots until the deadline: no slot is taken from a page that is still to be written."""
+        stored, wait_s = 0, NO_SLOT_WAIT_S
         size = max(1, self._client.slots // LEASE_DIVISOR)
         while stored < len(hashes) and self._client.slots:
             end = stored + size
@@ -257,8 +260,11 @@ class PagePool:
             stored += written
             if stored < len(hashes) and time.monotonic() >= deadline_s:
                 break
-            if not written:
-                time.sleep(NO_SLOT_WAIT_S)
+            if written:
+                wait_s = NO_SLOT_WAIT_S
+            else:
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, NO_SLOT_WAIT_MAX_S)
         return stored
 
     def _write(self, hashes: Sequence[bytes], pages: Sequence[Extents], deadline_s: float) -> int:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
 from kvstore import kernels
 from kvstore.connectors.common.copy_thread import Copy, CopyThread, Direction
+from kvstore.connectors.common.dropped_blocks import RETRY_S, first_dropped
 from kvstore.connectors.common.guarded_store import GuardedStore
 from kvstore.connectors.vllm.common.idle_steps import IDLE_WAIT_S
 from kvstore.connectors.vllm.connector.metadata import (
@@ -47,12 +48,18 @@ class Loading:
 
 @dataclass(eq=False, slots=True)
 class Saving:
-    """A save until its end."""
+    """A save until its end.
+
+    blocks: those that are not saved yet. retry_at_s: time of the next save of blocks that got no
+    slot. preempted: the blocks will be overwritten, so they are not saved again.
+    """
 
     blocks: RequestBlocks
     save: Save
     started_s: float
     copying: bool = False
+    retry_at_s: float = 0.0
+    preempted: bool = False
 
 
 class WorkerSide:
@@ -109,6 +116,7 @@ class WorkerSide:
         ):
             copy.owner.copying = False
         for saving in self._saves_of(metadata.preempted):
+            saving.preempted = True
             if not saving.copying:
                 self._counts["saves_preempted"] += 1
                 self._end_save(saving, copied=False)
@@ -127,7 +135,10 @@ class WorkerSide:
             self._advance_load(loading)
 
     def start_saves(self, metadata: StepMetadata) -> None:
-        """After the computation: save the blocks that it filled."""
+        """After the computation: save the blocks that it filled. Earlier ones that wait for slots go
+        first."""
+        for saving in [*self._saving]:
+            self._advance_save(saving)
         for blocks in metadata.saves:
             save = self._store.save(blocks.hashes) if len(self._saving) < SAVES_MAX else None
             if save is None:
@@ -223,7 +234,8 @@ class WorkerSide:
     # Saves.
 
     def _advance_save(self, saving: Saving) -> None:
-        """Queue the copy once the slots are assigned. End the save if no slot is, or too late."""
+        """Queue the copy once the slots are assigned. If no slot is, save again after a while. End
+        the save if it is too late."""
         save = saving.save
         if saving.copying:
             return
@@ -233,24 +245,61 @@ class WorkerSide:
             slots = [slot for _, slot in save.slot_assignments]
             if not self._copy(Direction.GATHER, saving, indices, slots):
                 self._end_save(saving, copied=False)
+        elif save.done and self._may_save_again(saving):
+            if self._clock() >= saving.retry_at_s:
+                self._store.release(save)
+                self._save_again(saving)
         elif save.done:
             self._end_save(saving, copied=False)
-        elif (self._clock() - saving.started_s) * 1e3 >= self._max_save_wait_ms:
+        elif self._is_late(saving):
             self._counts["saves_timed_out"] += 1
             self._end_save(saving, copied=False)
 
-    def _end_save(self, saving: Saving, *, copied: bool) -> None:
-        """Commit the copied blocks, or release the slots."""
-        self._saving.remove(saving)
-        self._result.saved.append((saving.blocks.request_id, saving.blocks.save_number))
+    def _is_late(self, saving: Saving) -> bool:
+        return (self._clock() - saving.started_s) * 1e3 >= self._max_save_wait_ms
+
+    def _may_save_again(self, saving: Saving) -> bool:
+        """Whether blocks of the save got no slot, and may still wait for one."""
         save = saving.save
-        self._counts["blocks_dropped"] += save.dropped
+        dropped = save.dropped > 0 and not save.fault
+        return dropped and not saving.preempted and not self._closed and not self._is_late(saving)
+
+    def _save_again(self, saving: Saving) -> None:
+        """Save the blocks that got no slot. The previous save has ended."""
+        start, blocks = first_dropped(saving.save), saving.blocks
+        saving.blocks = replace(
+            blocks, hashes=blocks.hashes[start:], block_ids=blocks.block_ids[start:]
+        )
+        dropped = saving.save.dropped
+        save = self._store.save(saving.blocks.hashes)
+        saving.retry_at_s = self._clock() + RETRY_S
+        saving.copying = False
+        if save is None:
+            self._counts["blocks_dropped"] += dropped
+            self._forget_save(saving)
+        else:
+            saving.save = save
+
+    def _end_save(self, saving: Saving, *, copied: bool) -> None:
+        """Commit the copied blocks, or release the slots. Then save those that got no slot, or end
+        the save."""
+        save = saving.save
+        again = copied and self._may_save_again(saving)
         self._counts["saves_failed"] += bool(save.fault)
         if not copied:
             self._store.release(save)
         elif self._store.commit(save):
             self._counts["blocks_saved"] += len(save.slot_assignments)
             self._counts["bytes_saved"] += len(save.slot_assignments) * self._block_bytes
+        if again:
+            self._save_again(saving)
+            return
+        self._counts["blocks_dropped"] += save.dropped
+        self._forget_save(saving)
+
+    def _forget_save(self, saving: Saving) -> None:
+        self._saving.remove(saving)
+        self._result.saved.append((saving.blocks.request_id, saving.blocks.save_number))
 
     def _saves_of(self, request_ids: Iterable[str]) -> list[Saving]:
         return [saving for saving in self._saving if saving.blocks.request_id in request_ids]

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore.connectors.common.copy_thread import Copy, CopyThread, Direction
+from kvstore.connectors.common.dropped_blocks import RETRY_S, first_dropped
 from kvstore.connectors.common.guarded_store import GuardedStore
 from kvstore.interface import Load, Save, SlabView
 from kvstore.kernels import FINISHED, Event
@@ -66,7 +67,11 @@ class JobOutcome:
 
 @dataclass(eq=False, slots=True)
 class Window:
-    """A part of a job. ready: indices of the blocks whose copy is queued."""
+    """A part of a job: its blocks from `start`, without those of a save that are saved already.
+
+    ready: indices of the blocks whose copy is queued. retry_at_s: time of the next save of blocks
+    that got no slot.
+    """
 
     job: Job
     start: int
@@ -75,6 +80,7 @@ class Window:
     started_s: float = 0.0
     copying: bool = False
     ready: tuple[int, ...] = ()
+    retry_at_s: float = 0.0
 
 
 class RowCopier:
@@ -259,8 +265,10 @@ class OffloadJobs:
             self._copy_load(window, operation)
         elif operation.fault or not operation.done:
             self._end_window(window, (), failed=True)
-        else:
+        elif operation.slot_assignments or not operation.dropped or late:
             self._copy_save(window, operation)
+        elif self._clock() >= window.retry_at_s:
+            self._save_again(window, operation)
 
     def _copy_load(self, window: Window, load: Load) -> None:
         blocks = len(load.slots)
@@ -269,15 +277,31 @@ class OffloadJobs:
             self._end_window(window, (), failed=True)
 
     def _copy_save(self, window: Window, save: Save) -> None:
-        self.counts["blocks_already_stored"] += (
-            len(save.hashes) - len(save.slot_assignments) - save.dropped
-        )
-        self.counts["blocks_dropped"] += save.dropped
         window.ready = tuple(index for index, _ in save.slot_assignments)
-        if not save.slot_assignments:
-            self._end_window(window, (), failed=save.dropped > 0)
-        elif not self._copy(window, Direction.GATHER, [slot for _, slot in save.slot_assignments]):
+        slots = [slot for _, slot in save.slot_assignments]
+        if not slots or not self._copy(window, Direction.GATHER, slots):
+            self._count_save(save, save.dropped)
+            self._end_window(window, (), failed=bool(slots) or save.dropped > 0)
+
+    def _save_again(self, window: Window, save: Save) -> None:
+        """Save the blocks that got no slot. `save` has ended, or is released here."""
+        self._count_save(save, 0)
+        if window.operation is not None:
+            self._store.release(window.operation)
+        window.start += first_dropped(save)
+        window.copying, window.ready = False, ()
+        window.retry_at_s = self._clock() + RETRY_S
+        window.operation = self._store.save(window.job.keys[window.start : window.stop])
+        if window.operation is None:
+            self.counts["blocks_dropped"] += save.dropped
             self._end_window(window, (), failed=True)
+
+    def _count_save(self, save: Save, dropped: int) -> None:
+        """Count the blocks of a save that are not copied. dropped: those that got no slot, or 0 if
+        they are saved again."""
+        done = len(save.hashes) - dropped if dropped or not save.dropped else first_dropped(save)
+        self.counts["blocks_already_stored"] += done - len(save.slot_assignments)
+        self.counts["blocks_dropped"] += dropped
 
     def _copy(self, window: Window, direction: Direction, slots: Sequence[int]) -> bool:
         """Queue the copy of a window's ready blocks; False when the queue is full."""
@@ -294,11 +318,18 @@ class OffloadJobs:
         self.counts["copies_failed"] += bool(copy.error)
         operation = window.operation
         if copy.error:
+            if isinstance(operation, Save):
+                self._count_save(operation, operation.dropped)
             self._end_window(window, (), failed=True)
         elif isinstance(operation, Save):
             window.operation = None  # commit releases it
             committed = self._store.commit(operation)
             self.counts["blocks_saved"] += len(window.ready) if committed else 0
+            if committed and operation.dropped and not self._is_late(window.started_s):
+                window.job.copied += [window.job.keys[window.start + n] for n in window.ready]
+                self._save_again(window, operation)
+                return
+            self._count_save(operation, operation.dropped)
             failed = not committed or operation.dropped > 0
             self._end_window(window, window.ready if committed else (), failed=failed)
         else:
