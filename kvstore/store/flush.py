@@ -35,12 +35,13 @@ class Flusher:
         is written later. wait_for_failing: wait for a tier that does not answer, if it is tried
         again before the deadline.
         """
-        left = self._unwritten()
+        left: dict[str, set[Key]] | None = None
         while True:
             free = min((workers.free_blocks() for workers in self._workers), default=0)
             self._dispatch((), self._manager.flush_dirty(free))
             ended = [workers.wait_queue(deadline_s) for workers in self._workers]
             unwritten = self._unwritten()
+            left = left or unwritten  # the queue's blocks may have been deferred by now
             left = {name: keys & unwritten[name] for name, keys in left.items()}
             if not any(left.values()) or not all(ended):
                 break

@@ -220,6 +220,8 @@ class Store:
             outcome = self._workers[write.tier].submit_write(write)
             if outcome is not None and self.manager.start_write(write):
                 self.manager.complete_write(write, outcome)
+        for tier in tuple(self.manager.tier_writes.down):
+            self._workers[tier].expect_deferred()  # blocks may have been deferred, not queued
 
     def _dispatch_load(self, load: InFlightLoad) -> None:
         """Queue a load for its tier's workers. It fails at once if they are closing."""

@@ -122,7 +122,7 @@ class CallTimeout(Wrapper):
         self._overdue_at: dict[int, float] = {}
         self._next_call = 0
         self._exceeded = 0
-        self._measured = {"read": (0.0, 0.0), "write": (1.0, MIN_BYTES_PER_S)}
+        self._measured = {"read": (0.0, 0.0), "write": (0.0, 0.0)}
         """(seconds, bytes) of recent transfers; older ones count less."""
 
     def overdue_s(self) -> float:
@@ -167,10 +167,13 @@ class CallTimeout(Wrapper):
         """Run a transfer, and measure it. move: returns the number of bytes moved."""
         with self._lock:
             seconds, nbytes = self._measured[direction]
-        slowest_s = max_bytes / MIN_BYTES_PER_S
-        expected_s = max_bytes * seconds / nbytes if nbytes else 0.0
+        more_s = max_bytes / MIN_BYTES_PER_S
+        if nbytes:
+            more_s = min(more_s, SLACK * max_bytes * seconds / nbytes)
+        elif direction == "read":
+            more_s = 0.0
         began = self._clock()
-        with self._track_call(self.timeout_s + min(slowest_s, SLACK * expected_s)):
+        with self._track_call(self.timeout_s + more_s):
             moved = move()
         elapsed_s = self._clock() - began
         with self._lock:

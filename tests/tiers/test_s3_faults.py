@@ -59,7 +59,10 @@ class Rig:
         self.tier.write(*self.buffer.fill(key, nbytes, version))
 
     def read(self, key: Key) -> int:
-        return self.tier.read(key, self.buffer.header, self.buffer.payload)
+        return self.read_with(self.tier, key)
+
+    def read_with(self, tier: S3Tier, key: Key) -> int:
+        return tier.read(key, self.buffer.header, self.buffer.payload)
 
     def reads_well(self, key: Key) -> bool:
         return self.buffer.version_of(key, self.read(key)) == 0
@@ -127,6 +130,17 @@ def test_broken_connections(rig: Rig, mode: str, kinds: tuple[str, ...]) -> None
     assert rig.tier.contains([rig.key]) == [True]
     rig.proxy.strike("")
     assert rig.reads_well(rig.key)
+
+
+def test_a_write_over_a_slow_link_takes_the_time_of_its_bytes(rig: Rig) -> None:
+    """More than four times the timeout, which limits a request without a body."""
+    tier = rig.open(timeout="700ms")
+    rig.proxy.bytes_per_s = 2.2e6
+    tier.write(*rig.buffer.fill(key_of(2), 8 << 20))
+    rig.proxy.bytes_per_s = 0
+    assert rig.buffer.version_of(key_of(2), rig.read_with(tier, key_of(2))) == 0
+    assert int(tier.stats()["errors"]) == 0
+    tier.close()
 
 
 @pytest.mark.parametrize("mode", ["hang", "drip"])

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import TierError, TierFull, TierUnavailable
+from kvstore.blocks.key import Key
+from kvstore.errors import CallRejected, TierError, TierFull, TierUnavailable
 from kvstore.testing.clock import FakeClock
 from kvstore.testing.faults import Fault, FaultyTier, always, in_turn
 from kvstore.testing.frames import FrameBuffer, key_of
@@ -196,6 +197,82 @@ def test_calls_that_end_late_count_as_failures() -> None:
         assert breaker.is_up()
         assert breaker.read(key_of(1), rig.buffer.header, rig.buffer.payload) == IO_ALIGNMENT
     assert not breaker.is_up()
+
+
+class SlowRig(Rig):
+    """The tier moves `bytes_per_s`; a call without payload takes no time."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        super().__init__()
+        self.bytes_per_s = bytes_per_s
+        self.frame = FrameBuffer(MIB)
+        memory = MemoryTier(64 * MIB)
+        rig = self
+
+        class SlowTier(MemoryTier):
+            def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
+                rig.clock.advance(len(payload) / rig.bytes_per_s)
+                memory.write(key, header, payload)
+
+            def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
+                length = memory.read(key, header, payload)
+                rig.clock.advance(length / rig.bytes_per_s)
+                return length
+
+        self.timeout = CallTimeout(FaultyTier(SlowTier(64 * MIB)), 2.0, clock=self.clock)
+        self.breaker = CircuitBreaker(self.timeout, failures=3, reset_s=10.0, clock=self.clock)
+
+    def write_block(self, number: int) -> None:
+        self.breaker.write(*self.frame.fill(key_of(number), MIB))
+
+    def read_block(self, number: int) -> int:
+        return self.breaker.read(key_of(number), self.frame.header, self.frame.payload)
+
+
+def test_slow_writes_are_no_failures() -> None:
+    """4 s for a write, twice the timeout; and 20 s, which is too slow to wait for."""
+    for bytes_per_s, exceeded in ((MIB / 4, 0), (MIB / 20, 8)):
+        rig = SlowRig(bytes_per_s)
+        for number in range(8):
+            rig.write_block(number)
+            assert rig.breaker.is_up()
+        assert rig.breaker.stats()["breaker_opened"] == 0
+        assert rig.breaker.stats()["deadline_exceeded"] == exceeded
+
+
+def test_slow_reads_are_no_failures_and_reads_that_are_far_too_slow_are() -> None:
+    rig = SlowRig(MIB / 4)
+    for number in range(4):
+        rig.write_block(number)
+    for number in range(4):
+        assert rig.read_block(number) == MIB
+    assert rig.breaker.is_up()
+    rig.bytes_per_s = MIB / 20
+    for number in range(3):
+        assert rig.read_block(number) == MIB, "a late result is still correct"
+    assert not rig.breaker.is_up()
+
+
+def test_a_hung_write_to_a_quick_tier_is_noticed_at_the_timeout() -> None:
+    rig = SlowRig(1000 * MIB)
+    for number in range(8):
+        rig.write_block(number)
+    faulty = rig.timeout.inner
+    assert isinstance(faulty, FaultyTier)
+    faulty.schedule = in_turn([Fault.HUNG])
+    thread = threading.Thread(target=rig.write_block, args=(9,))
+    thread.start()
+    assert faulty.wait_hung()
+    rig.clock.advance(1.99)
+    assert rig.breaker.is_up()
+    rig.clock.advance(0.1)
+    assert not rig.breaker.is_up()
+    with pytest.raises(CallRejected):
+        rig.breaker.write(*rig.buffer.fill(key_of(3), 100))
+    faulty.release()
+    thread.join(30)
+    assert rig.breaker.is_up(), "it was late, not dead"
+    rig.write_block(10)
 
 
 def test_retry_tries_again_and_no_more_than_it_may() -> None:

@@ -7,9 +7,13 @@ boto3's transport takes two to three times as much CPU for 2 MiB reads
 
 from __future__ import annotations
 
+import fcntl
 import http.client
+import select
 import socket
 import ssl
+import struct
+import termios
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -147,8 +151,23 @@ class HttpPool:
             except (OSError, http.client.HTTPException):
                 pass
             raise
+        self._wait_sent(sock, deadline_s)
         self._set_timeout(sock, deadline_s)
         return connection.getresponse(), sock
+
+    def _wait_sent(self, sock: socket.socket, deadline_s: float) -> None:
+        """Wait until the service replies or has the request: the system sends megabytes of it after
+        the last send has returned. Raises TimeoutError: no progress within the stall timeout."""
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        left = _unsent_bytes(sock)
+        while left:
+            wait_s = min(self._stall_timeout_s, deadline_s - time.monotonic())
+            if poll.poll(max(0.0, wait_s) * 1e3):
+                return
+            before, left = left, _unsent_bytes(sock)
+            if left >= before:
+                raise TimeoutError("the service does not receive the request")
 
     def _read_reply(
         self,
@@ -251,3 +270,9 @@ class HttpPool:
                 self._idle.append((connection, time.monotonic()))
                 return
         connection.close()
+
+
+def _unsent_bytes(sock: socket.socket) -> int:
+    """Bytes of earlier sends that the peer has not received."""
+    (count,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+    return int(count)
