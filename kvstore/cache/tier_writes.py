@@ -167,9 +167,9 @@ class TierWrites:
     def _make_room_in_quota(
         self, tenant: str, parent: Block | None, evict_unwritten: bool
     ) -> bool:
-        """Evict the tenant's least recently used block without leases. If there is none and it is
-        allowed, one with pending writes; a dirty one if all tiers are down. False: no such block.
-        """
+        """Evict the tenant's least recently used block without leases. Without such a block, evict
+        one with pending writes if that is allowed, and a dirty one if all tiers are down. False: no
+        block was evicted."""
         keys = itertools.islice(self._quotas.lru_order(tenant), QUOTA_SCAN_MAX)
         blocks = [self._table[key] for key in keys]
         clean = self._table.chains.pick_victim(blocks, parent)

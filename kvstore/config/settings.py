@@ -106,7 +106,8 @@ class TierSettings(BaseModel):
     write_bandwidth_limit: Bytes = Field(default=0, ge=0)
     """Maximum bytes written per second. 0: no limit."""
     queue_time: Milliseconds = Field(default=60_000.0, ge=0)
-    """Maximum backlog of writes, as time at the tier's measured write rate. 0: no limit."""
+    """Maximum write queue, as time at the tier's measured write rate. L2 keeps queued blocks until
+    they are written. Further blocks are queued later, unless L2 evicts them before. 0: no limit."""
     quota: Mapping[str, Bytes] = Field(default_factory=dict)
     """Maximum size per tenant. "*": each tenant without an entry."""
 
@@ -183,10 +184,10 @@ class LimitSettings(Section):
     """Maximum concurrent HTTP block transfers. Further requests get 503. Each transfer uses one
     slot-sized buffer. If there are several, one never reads a tier: such a read can hang."""
     write_queue_blocks: int = Field(default=4096, ge=1)
-    """Maximum number of blocks queued for writing, per tier. Further blocks are queued later, unless
-    L2 evicts them before. See also `tiers.queue_time`."""
+    """Maximum number of blocks queued for writing, per tier. See also `tiers.queue_time`."""
     tier_timeout: Milliseconds = Field(default=2000.0, gt=0)
-    """Timeout of one call to a tier."""
+    """Timeout of one call to a tier. A read or write may take longer, by the measured time of as
+    many bytes."""
     breaker_failures: int = Field(default=3, ge=1)
     """Consecutive failures that open the circuit breaker of a tier."""
     breaker_reset: Milliseconds = Field(default=5000.0, gt=0)

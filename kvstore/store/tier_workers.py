@@ -142,7 +142,7 @@ class TierWorkers:
                 self._expect_deferred()
                 return WriteOutcome.NOT_TRIED
             if not self._writes.add(write):
-                self.counts["dropped_writes"] += 1
+                self.counts["deferred_writes"] += 1
                 self._expect_deferred()
                 return WriteOutcome.NO_ROOM
             self._work_ready.notify()
@@ -446,6 +446,6 @@ COUNTERS: Final = (
     "misses",
     "checksum_failures",
     "errors",
-    "dropped_writes",
+    "deferred_writes",
     "dropped_probes",
 )

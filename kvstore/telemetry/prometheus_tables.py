@@ -70,6 +70,20 @@ L2_METRICS: Final = (
             "failed": "tier_writes_failed",
         },
     ),
+    (
+        "kvstore_tier_write_retries",
+        COUNTER,
+        "Writes that failed and are tried again.",
+        "",
+        {"": "tier_writes_retried"},
+    ),
+    (
+        "kvstore_tier_writes_deferred",
+        GAUGE,
+        "Writes of blocks in L2 that have no place in their tier's queue now.",
+        "",
+        {"": "tier_writes_deferred"},
+    ),
 )
 
 TIER_METRICS: Final = (
@@ -109,9 +123,16 @@ TIER_METRICS: Final = (
     (
         "kvstore_tier_queue_dropped",
         COUNTER,
-        "Dropped because the queue was full: blocks to write, batches of existence checks (probe).",
+        "Batches of existence checks (probe) dropped because the queue was full.",
         "op",
-        {"write": "dropped_writes", "probe": "dropped_probes"},
+        {"probe": "dropped_probes"},
+    ),
+    (
+        "kvstore_tier_queue_deferred",
+        COUNTER,
+        "Writes that found no room in the tier's queue; they are queued later.",
+        "",
+        {"": "deferred_writes"},
     ),
     (
         "kvstore_tier_workers",

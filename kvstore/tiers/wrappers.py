@@ -176,9 +176,10 @@ class CallTimeout(Wrapper):
         with self._track_call(self.timeout_s + more_s):
             moved = move()
         elapsed_s = self._clock() - began
-        with self._lock:
-            seconds, nbytes = self._measured[direction]
-            self._measured[direction] = seconds * KEEP + elapsed_s, nbytes * KEEP + moved
+        if moved:
+            with self._lock:
+                seconds, nbytes = self._measured[direction]
+                self._measured[direction] = seconds * KEEP + elapsed_s, nbytes * KEEP + moved
         return moved
 
     @contextlib.contextmanager

@@ -128,7 +128,7 @@ def saves(numbers: dict[str, Any]) -> Finding:
         return fail(
             "saves",
             f"of {writes:,} writes to tiers below L2 some were lost ({words}): the tier is slower "
-            "than the saves; raise limits.write_queue_blocks, or write less (--write-policy "
+            "than the saves; raise --l2 or tiers.queue_time, or write less (--write-policy "
             "selective)",
         )
     return ok(
