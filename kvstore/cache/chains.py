@@ -74,9 +74,8 @@ class Chains:
             if not block.evictable or block.slot in seen:
                 continue
             leaf = self._deepest(block, seen)
-            is_kept = leaf is keep or any(
-                not child.ready or child.slot in kept for child in islice(_children(leaf), CHILDREN_MAX)
-            )
+            below = islice(_children(leaf), CHILDREN_MAX)
+            is_kept = leaf is keep or any(not c.ready or c.slot in kept for c in below)
             if leaf.in_tiers or not is_kept:
                 return leaf
             kept.update(each.slot for each in self._path)

@@ -125,9 +125,7 @@ class TierWrites:
 
     # --- slots --------------------------------------------------------------------------
 
-    def take_slot(
-        self, tenant: str, parent: Block | None, *, evict_unwritten: bool
-    ) -> int | None:
+    def take_slot(self, tenant: str, parent: Block | None, *, evict_unwritten: bool) -> int | None:
         """A slot for a block of `tenant`; None if no slot is available or the quota is full.
 
         It takes a free slot, or evicts a block that is not queued for a tier. parent: the block
@@ -164,9 +162,7 @@ class TierWrites:
         """Whether all leases on the READY block, if any, are those of its pending writes."""
         return self._pending.only_pending_leases(block)
 
-    def _make_room_in_quota(
-        self, tenant: str, parent: Block | None, evict_unwritten: bool
-    ) -> bool:
+    def _make_room_in_quota(self, tenant: str, parent: Block | None, evict_unwritten: bool) -> bool:
         """Evict the tenant's least recently used block without leases. Without such a block, evict
         one with pending writes if that is allowed, and a dirty one if all tiers are down. False: no
         block was evicted."""
@@ -358,9 +354,7 @@ class TierWrites:
         with self._lock:
             writes: list[TierWrite] = []
             while len(writes) < limit and (found := self.deferred.pop(tier)) is not None:
-                writes.append(
-                    self._lease_for_write(found.block, tier, found.number, found.tries)
-                )
+                writes.append(self._lease_for_write(found.block, tier, found.number, found.tries))
             return writes
 
     def deferred_keys(self, tier: int) -> set[Key]:

@@ -48,8 +48,8 @@ from kvstore.telemetry import logs
 from kvstore.telemetry.traffic import OTHER
 from kvstore.telemetry.usage_counters import Record
 from kvstore.tiers.base import Tier
-from kvstore.tiers.tenant_quota import TenantQuotas
 from kvstore.tiers.rate_limit import RateLimit
+from kvstore.tiers.tenant_quota import TenantQuotas
 from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker, iter_layers
 
 DISK_CAPACITY: Final = "10GiB"

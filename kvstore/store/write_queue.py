@@ -1,8 +1,8 @@
 """The queue of writes to one tier: bounded in blocks, and in seconds at the measured write rate.
 
-Each queued write leases a slot, which no save gets before the block is written. So the bound follows
-the tier's measured rate: a slow tier gets a short queue. The writes that do not fit are deferred
-(`cache/deferred_writes.py`).
+Each queued write leases a slot, which no save gets before the block is written. So the bound
+follows the tier's measured rate: a slow tier gets a short queue. Writes that do not fit are
+deferred (`cache/deferred_writes.py`).
 """
 
 from __future__ import annotations

@@ -141,9 +141,7 @@ class CallTimeout(Wrapper):
             return self.inner.contains(keys)
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        return self._transfer(
-            "read", len(payload), lambda: self.inner.read(key, header, payload)
-        )
+        return self._transfer("read", len(payload), lambda: self.inner.read(key, header, payload))
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
         nbytes = len(payload)
@@ -266,9 +264,7 @@ class CircuitBreaker(Wrapper):
         return self._call(lambda: self.inner.read(key, header, payload), lambda: 0, moved=int)
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
-        self._call(
-            lambda: self.inner.write(key, header, payload), self._reject, moved=_never_late
-        )
+        self._call(lambda: self.inner.write(key, header, payload), self._reject, moved=_never_late)
 
     def delete(self, keys: Sequence[Key]) -> None:
         self._call(lambda: self.inner.delete(keys), self._reject)

@@ -1,8 +1,8 @@
 """The L2 manager against a simple model: dicts and lists, no eviction policy.
 
 The model also records the content of each slot. Only a filler may change its slot's bytes. Every
-other client may only read them under a lease, and must find the complete block of the key. It counts
-the writes that the tiers never got.
+other client may only read them under a lease, and must find the complete block of the key. It
+counts the writes that the tiers never got.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         return 0 < self.tiers == len(self.down)
 
     def note_deferred(self) -> None:
-        """A call may have queued blocks. Tiers that are down get them later, without a write now."""
+        """A call may have queued blocks. Tiers that are down get them later."""
         for tier in range(self.tiers):
             now = self.manager.tier_writes.deferred_keys(tier)
             before = {key for where, key in self.deferred if where == tier}
@@ -359,12 +359,11 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
         assert key not in here
         assert key not in loading
         full = Counter(load.tier for load in self.loads.values())
-        if key not in saving and source is not None:
-            if full[source] < self.max_loads:
-                assert self.free() == 0
-                lost = self.evictable_unwritten() | self.evictable_if_down()
-                # Those here are leased during the call, and maybe released by the truncation.
-                self.check_no_slot(keys[end - 1] if end else None, here, lost)
+        if key not in saving and source is not None and full[source] < self.max_loads:
+            assert self.free() == 0
+            lost = self.evictable_unwritten() | self.evictable_if_down()
+            # Those here are leased during the call, and maybe released by the truncation.
+            self.check_no_slot(keys[end - 1] if end else None, here, lost)
 
     @precondition(lambda self: self.waiting)
     @rule(pick=picks)
@@ -435,7 +434,9 @@ class L2ManagerAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: self.writing)
     @rule(
         pick=picks,
-        outcome=st.sampled_from([each for each in WriteOutcome if each is not WriteOutcome.NO_ROOM]),
+        outcome=st.sampled_from(
+            [each for each in WriteOutcome if each is not WriteOutcome.NO_ROOM]
+        ),
     )
     def end_write(self, pick: int, outcome: WriteOutcome) -> None:
         write = self.writing.pop(pick % len(self.writing))
@@ -967,7 +968,11 @@ def test_the_front_of_a_chain_outlives_its_end(policy: str) -> None:
     """Without a tier below, a chain of three slabs, and then other chains."""
     chain = [Key("team", "space", b"chain%d" % n) for n in range(96)]
     manager = L2Manager(
-        32, eviction_policy(policy, 32), write_policy("write_through"), tiers=0, max_loads_per_tier=0
+        32,
+        eviction_policy(policy, 32),
+        write_policy("write_through"),
+        tiers=0,
+        max_loads_per_tier=0,
     )
     manager.add_client(1)
     assert save_in_parts(manager, chain, 8, looked_up=True) == 32, "kept is what was said"
@@ -987,9 +992,15 @@ def test_the_front_of_a_chain_outlives_its_end(policy: str) -> None:
 def test_a_branch_goes_before_what_it_shares(policy: str) -> None:
     """Two chains with a common front; the newer one was saved in parts, the older one loaded."""
     front = [Key("team", "space", b"front%d" % n) for n in range(8)]
-    chains = [front + [Key("team", "space", b"%s%d" % (c, n)) for n in range(8)] for c in (b"a", b"b")]
+    chains = [
+        front + [Key("team", "space", b"%s%d" % (c, n)) for n in range(8)] for c in (b"a", b"b")
+    ]
     manager = L2Manager(
-        24, eviction_policy(policy, 24), write_policy("write_through"), tiers=0, max_loads_per_tier=0
+        24,
+        eviction_policy(policy, 24),
+        write_policy("write_through"),
+        tiers=0,
+        max_loads_per_tier=0,
     )
     manager.add_client(1)
     for chain in chains:

@@ -12,9 +12,9 @@ import torch
 from manual_store import ManualClock, ManualStore
 
 from kvstore.blocks.key import Namespace
+from kvstore.connectors.common.dropped_blocks import RETRY_S
 from kvstore.connectors.common.guarded_store import GuardedStore
 from kvstore.connectors.common.pending_lookups import MISS_CACHE_MS, ROUND_TRIP_MS, PendingLookups
-from kvstore.connectors.common.dropped_blocks import RETRY_S
 from kvstore.connectors.reference.hooks import SAVES_MAX, ReferenceHooks
 from kvstore.engine.hooks import HookEvent, LoadDone, SaveDone
 from kvstore.errors import ConfigError

@@ -14,8 +14,8 @@ from kvstore.config.settings import Settings
 from kvstore.errors import ConfigError
 from kvstore.store.assembly import build_prefetch_policy, build_store, check_settings, open_tier
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.tenant_quota import TenantQuotas
 from kvstore.tiers.rate_limit import RateLimit
+from kvstore.tiers.tenant_quota import TenantQuotas
 from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker, iter_layers
 
 HASHES = hashes_of("assembly", 4)

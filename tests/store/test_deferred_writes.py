@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 
 import pytest
 from store_rig import (
@@ -31,11 +30,10 @@ from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker
 
 
 @pytest.fixture(autouse=True)
-def quick_tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries follow each other quickly, as the clock of a test is the machine's."""
     monkeypatch.setattr(write_pace, "RETRY_FIRST_S", 0.01)
     monkeypatch.setattr(write_pace, "RETRY_MAX_S", 0.05)
-    yield
 
 
 def breaker(tier: FaultyTier) -> CircuitBreaker:

@@ -8,7 +8,7 @@ WRITERS = 16
 
 
 class Link:
-    """A tier that passes `bytes_per_s`, shared by its writers; a write of 1 byte takes its share."""
+    """A tier that passes `bytes_per_s`, shared by its writers; each writes 1 byte."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s

@@ -14,8 +14,8 @@ from kvstore.testing.faults import Fault, FaultyTier, always, in_turn
 from kvstore.testing.frames import FrameBuffer
 from kvstore.tiers.base import IO_ALIGNMENT
 from kvstore.tiers.memory import MemoryTier
-from kvstore.tiers.tenant_quota import TenantQuotas
 from kvstore.tiers.rate_limit import RateLimit
+from kvstore.tiers.tenant_quota import TenantQuotas
 from kvstore.tiers.wrappers import CallTimeout, CircuitBreaker, iter_layers
 
 MIB = 1 << 20

@@ -19,13 +19,13 @@ from typing import Any, Final
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from kvstore.version import __version__
 from kvstore.blocks.key import Key
 from kvstore.service.access.auth import Unauthorised
 from kvstore.service.http.app import Service, bearer_token, hashes_in, namespace_in
 from kvstore.service.http.prefix_index import Chain, PrefixIndex
 from kvstore.store.store import Store
 from kvstore.telemetry.history import History
+from kvstore.version import __version__
 
 MAX_CHAINS: Final = 160
 """Maximum number of chains in the prefix tree."""

@@ -135,8 +135,8 @@ class WorkerSide:
             self._advance_load(loading)
 
     def start_saves(self, metadata: StepMetadata) -> None:
-        """After the computation: save the blocks that it filled. Earlier ones that wait for slots go
-        first."""
+        """After the computation: save the blocks that it filled. Earlier saves that wait for slots
+        go first."""
         for saving in [*self._saving]:
             self._advance_save(saving)
         for blocks in metadata.saves:
