@@ -311,8 +311,7 @@ class TierWorkers:
     def _end_queued(self, write: TierWrite, outcome: WriteOutcome) -> None:
         """End a write that no worker has started."""
         if self._start_write(write):
-            reason = "not written yet"
-            result = TransferResult(LoadOutcome.UNAVAILABLE, reason=reason, write=outcome)
+            result = TransferResult(LoadOutcome.UNAVAILABLE, write=outcome)
             self._on_write_end(write, result)
 
     def _run_probe(self, probe: Probe) -> None:
