@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvstore.errors import ConfigError as ConfigError
     from kvstore.errors import FrameInvalid as FrameInvalid
     from kvstore.errors import FrameTooLarge as FrameTooLarge
+    from kvstore.errors import FrameUnsupported as FrameUnsupported
     from kvstore.errors import KVStoreError as KVStoreError
     from kvstore.errors import NamespaceMismatch as NamespaceMismatch
     from kvstore.errors import StoreClosed as StoreClosed
@@ -56,6 +57,7 @@ _HOMES = {
         "ConfigError",
         "FrameInvalid",
         "FrameTooLarge",
+        "FrameUnsupported",
         "KVStoreError",
         "NamespaceMismatch",
         "StoreClosed",

@@ -32,7 +32,17 @@ class FrameTooLarge(TierError):
 
 
 class FrameInvalid(KVStoreError):
-    """Bytes at rest or on the wire that are not a valid frame."""
+    """Bytes at rest or on the wire that this release cannot use as the frame of a block.
+
+    The frame is corrupt and may be deleted, unless it is FrameUnsupported.
+    """
+
+
+class FrameUnsupported(FrameInvalid):
+    """A frame that another release may understand: an unknown version, field or codec.
+
+    It is a miss and is never deleted. The text is the same for all frames of the kind.
+    """
 
 
 class ChecksumMismatch(FrameInvalid):

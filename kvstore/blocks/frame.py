@@ -8,12 +8,18 @@ it), zero padded to whole sectors. The header, all integers little endian:
          6      2  version of this layout (FRAME_VERSION)
          8      8  xxh3_64 of bytes 16..4095 of the header
         16      2  length of the map that follows
-        18      n  a msgpack map with exactly the fields of `FIELDS`
+        18      n  a msgpack map with the fields of `FIELDS`, and perhaps optional ones
       18+n         zeros up to 4,096
 
 Parsing trusts no input: for any 4,096 bytes the result is a `FrameHeader` with every field within
 its limits, or `FrameInvalid`. The checksum detects accidental corruption, not an attacker who can
 write to the tier. Against an attacker the limits help, and an encrypting tier wrapper.
+
+A header is corrupt if its magic, or the checksum of a header of this version, does not match. A
+header of a later version, and one whose checksum matches around a map that this release does not
+understand, is `FrameUnsupported`: another release wrote it and may read it. A reader ignores
+unknown fields whose name begins with `OPTIONAL_PREFIX`. docs/formats.md has the rules for later
+versions.
 """
 
 from __future__ import annotations
@@ -27,7 +33,12 @@ import msgpack
 import xxhash
 
 from kvstore.blocks.key import Key
-from kvstore.errors import ChecksumMismatch, FrameInvalid, NamespaceMismatch
+from kvstore.errors import (
+    ChecksumMismatch,
+    FrameInvalid,
+    FrameUnsupported,
+    NamespaceMismatch,
+)
 
 HEADER_BYTES: Final = 4096
 """Size of the header: one sector; also the alignment of payloads and buffers."""
@@ -41,6 +52,10 @@ MAX_TENANT_BYTES: Final = 255
 MAX_NAMESPACE_BYTES: Final = 64
 MAX_HASH_BYTES: Final = 64
 MAX_CODEC_BYTES: Final = 32
+MAX_NAMES: Final = 4
+"""Maximum number of unknown fields that an error names."""
+MAX_NAME_CHARS: Final = 40
+"""Maximum characters of each of them."""
 
 FIELDS: Final = (
     "tenant",
@@ -52,6 +67,8 @@ FIELDS: Final = (
     "raw_sum",
     "stored_sum",
 )
+OPTIONAL_PREFIX: Final = "optional_"
+"""Start of the names of fields that a reader ignores if it does not know them."""
 
 _PREFIX = struct.Struct("<6sHQ")
 _LENGTH = struct.Struct("<H")
@@ -135,25 +152,43 @@ def pack_header(
 def decode_header(header: memoryview) -> FrameHeader:
     """Parse a header of any key.
 
-    Raises FrameInvalid for bytes that `pack_header` cannot have written, ChecksumMismatch if only
-    the checksum of the header does not match.
+    Raises FrameUnsupported for a header of another release; FrameInvalid for bytes that no release
+    can have written, ChecksumMismatch if only the checksum of the header does not match.
     """
     if len(header) < HEADER_BYTES:
         raise FrameInvalid(f"frame header has {len(header)} bytes (expected {HEADER_BYTES})")
-    magic, version, total = _PREFIX.unpack_from(header)
+    magic, version, _ = _PREFIX.unpack_from(header)
     if magic != MAGIC:
         raise FrameInvalid("not a frame: the magic bytes are missing")
+    check_version(header)
     if version != FRAME_VERSION:
         raise FrameInvalid(f"frame version {version} (this kvstore reads {FRAME_VERSION})")
-    if checksum(header[_SUMMED_FROM:HEADER_BYTES]) != total:
+    if not matches_checksum(header):
         raise ChecksumMismatch("corrupt frame header: its checksum does not match")
+    # The header is not corrupt: what is not understood from here on was written by another release.
     (length,) = _LENGTH.unpack_from(header, _SUMMED_FROM)
     if length > _MAX_MAP_BYTES:
-        raise FrameInvalid(f"frame header map has {length} bytes (at most {_MAX_MAP_BYTES} fit)")
+        raise FrameUnsupported(f"frame header map longer than {_MAX_MAP_BYTES} bytes")
     tail = header[_MAP_AT + length : HEADER_BYTES].tobytes()
     if tail.count(0) != len(tail):
-        raise FrameInvalid("frame header has bytes after its map")
+        raise FrameUnsupported("frame header has bytes after its map")
     return _header_of(_unpack(header[_MAP_AT : _MAP_AT + length]))
+
+
+def check_version(start: memoryview) -> None:
+    """Raise FrameUnsupported if these are the first bytes of a frame of a later version.
+
+    Magic and version are at the same place in every version. start: at least 16 bytes.
+    """
+    magic, version, _ = _PREFIX.unpack_from(start)
+    if magic == MAGIC and version > FRAME_VERSION:
+        raise FrameUnsupported(f"frame version {version} (this kvstore reads {FRAME_VERSION})")
+
+
+def matches_checksum(header: memoryview) -> bool:
+    """Whether the checksum of the header matches. It is at the same place in every version."""
+    found: int = _SUM.unpack_from(header, _SUM_AT)[0]
+    return checksum(header[_SUMMED_FROM:HEADER_BYTES]) == found
 
 
 def mask_checksum(header: memoryview, nonce: int) -> None:
@@ -211,23 +246,42 @@ def verify_raw(header: FrameHeader, block: memoryview) -> None:
 
 
 def _unpack(packed: memoryview) -> Any:
-    """Decode the map; every error of msgpack becomes FrameInvalid."""
+    """Decode the map; every error of msgpack becomes FrameUnsupported."""
     try:
         return msgpack.unpackb(packed, raw=False, strict_map_key=True, use_list=False)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise FrameInvalid(f"frame header has an unreadable map: {error}") from None
+        raise FrameUnsupported(f"frame header has an unreadable map: {error}") from None
 
 
 def _header_of(fields: Any) -> FrameHeader:
     """Build the header from an untrusted map."""
-    if not isinstance(fields, dict) or tuple(fields) != FIELDS:
-        raise FrameInvalid(f"frame header must have exactly the fields {', '.join(FIELDS)}")
-    tenant, namespace, hash_, codec, raw_bytes, stored_bytes, raw_sum, stored_sum = fields.values()
+    if not isinstance(fields, dict):
+        raise FrameUnsupported("frame header without a map")
+    if tuple(fields) != FIELDS:
+        _check_names(fields)
+    tenant, namespace, hash_, codec, raw_bytes, stored_bytes, raw_sum, stored_sum = (
+        fields[name] for name in FIELDS
+    )
     key = Key(tenant, namespace, hash_)
     fault = _fault(key, codec, raw_bytes, stored_bytes, raw_sum, stored_sum)
     if fault:
-        raise FrameInvalid(f"invalid frame header: {fault}")
+        raise FrameUnsupported(f"frame header with an unknown value: {fault}")
     return FrameHeader(key, codec, raw_bytes, stored_bytes, raw_sum, stored_sum)
+
+
+def _check_names(fields: dict[Any, Any]) -> None:
+    """Raises FrameUnsupported: a field is missing, or unknown and not optional."""
+    missing = [name for name in FIELDS if name not in fields]
+    if missing:
+        raise FrameUnsupported(f"frame header without the fields {', '.join(missing)}")
+    unknown = [
+        name
+        for name in fields
+        if name not in FIELDS and not (isinstance(name, str) and name.startswith(OPTIONAL_PREFIX))
+    ]
+    if unknown:
+        names = ", ".join(sorted(repr(name)[:MAX_NAME_CHARS] for name in unknown[:MAX_NAMES]))
+        raise FrameUnsupported(f"frame header with the unknown fields {names}")
 
 
 def _fault(

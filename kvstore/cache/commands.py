@@ -34,6 +34,8 @@ class LoadOutcome(enum.Enum):
     """The tier does not have the block, or no longer has it."""
     CORRUPT = "corrupt"
     """The tier's bytes are not those that were written; the tier's copy is deleted."""
+    UNSUPPORTED = "unsupported"
+    """The tier has a frame of another release, which stays there. Of a write: it was not done."""
     UNAVAILABLE = "unavailable"
     """The tier did not answer."""
 

@@ -1,7 +1,8 @@
 """`kvstore verify DIR...`: reads and checks every frame of a disk tier.
 
 Exit code 0: all frames are intact. 1: a frame is corrupt, or a segment file cannot be read. 2: a
-directory is not a disk tier's, or a store has it open.
+directory is not a disk tier's, or a store has it open. 3: nothing is corrupt, but frames of another
+release were not checked.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from kvstore.tiers.disk.verify import VerifyReport
 
 EXIT_CORRUPT = 1
+EXIT_UNSUPPORTED = 3
 MAX_SHOWN = 20
 """Number of corrupt frames printed. --json has more."""
 
@@ -32,7 +34,7 @@ def verify_directory(
     """Check every frame of a disk tier that no store has open.
 
     Exits with 0 if all frames are intact, 1 if a frame is corrupt, 2 if a directory cannot be
-    checked.
+    checked, 3 if nothing is corrupt but frames or segments of another release were not checked.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
@@ -53,6 +55,8 @@ def verify_directory(
         _print_report(report)
     if not report.ok:
         raise typer.Exit(EXIT_CORRUPT)
+    if report.unsupported_count or report.segments_unsupported:
+        raise typer.Exit(EXIT_UNSUPPORTED)
 
 
 def as_dict(report: VerifyReport) -> dict[str, Any]:
@@ -62,10 +66,13 @@ def as_dict(report: VerifyReport) -> dict[str, Any]:
         "segments": report.segments,
         "segments_corrupt": report.segments_corrupt,
         "segments_unsealed": report.segments_unsealed,
+        "segments_unsupported": report.segments_unsupported,
         "frames": report.frames,
         "frames_corrupt": report.corrupt_count,
+        "frames_unsupported": report.unsupported_count,
         "bytes_checked": report.bytes_checked,
         "corrupt": [vars(frame) for frame in report.corrupt],
+        "unsupported": dict(report.unsupported),
     }
 
 
@@ -84,6 +91,10 @@ def _print_report(report: VerifyReport) -> None:
         console.print(f"{report.segments_unsealed} segments have no index and were scanned")
     if report.segments_corrupt:
         console.print(f"{report.segments_corrupt} segment files cannot be read")
+    if report.segments_unsupported:
+        console.print(f"{report.segments_unsupported} segments of another release: not checked")
+    for reason, frames in report.unsupported.items():
+        console.print(f"{frames} frames of another release: not checked: {reason}", markup=False)
     if not report.corrupt:
         return
     table = Table("segment", "offset", "block", "fault")

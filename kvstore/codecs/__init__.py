@@ -21,10 +21,11 @@ import importlib
 import pkgutil
 from typing import Protocol, cast
 
+from kvstore.blocks.frame import decode_header
 from kvstore.blocks.key import DTYPE_BYTES
 from kvstore.codecs.base import Codec
 from kvstore.config.renamed import refuse_value
-from kvstore.errors import ConfigError, FrameInvalid
+from kvstore.errors import ConfigError, FrameInvalid, FrameUnsupported
 
 AUTO = "auto"
 """The kind that starts with `DEFAULT_KIND` and then follows `chooser`."""
@@ -63,7 +64,7 @@ def kinds() -> list[str]:
 def codec_by_frame_id(frame_id: str) -> Codec:
     """The codec of a frame ID, such as "identity" or "zstd-planes/2".
 
-    Raises FrameInvalid: the frame ID, which comes from a frame header, is unknown.
+    Raises FrameUnsupported: the frame ID, which comes from a frame header, is unknown.
     """
     name, _, parameter = frame_id.partition("/")
     for module in map(_module, kinds()):
@@ -72,7 +73,20 @@ def codec_by_frame_id(frame_id: str) -> Codec:
                 codec = module.open(module.Config.for_parameter(parameter))
                 if codec.frame_id == frame_id:
                     return codec
-    raise FrameInvalid(f"frame with an unknown codec {frame_id!r}")
+    raise FrameUnsupported(f"frame with an unknown codec {frame_id!r}")
+
+
+def check_supported(header: memoryview) -> None:
+    """Raise FrameUnsupported if this release does not understand a frame with this header.
+
+    A corrupt header passes: it is not a matter of releases.
+    """
+    try:
+        codec_by_frame_id(decode_header(header).codec)
+    except FrameUnsupported:
+        raise
+    except FrameInvalid:
+        return
 
 
 def codec_for(kind: str, dtype: str) -> Codec:

@@ -22,8 +22,15 @@ from kvstore.cache.commands import LoadOutcome
 from kvstore.codecs.base import UNCOMPRESSED_ID as UNCOMPRESSED_ID
 from kvstore.codecs.base import Codec
 from kvstore.codecs.chooser import Cost
-from kvstore.errors import FrameInvalid, FrameTooLarge, TierError, TierUnavailable
+from kvstore.errors import (
+    FrameInvalid,
+    FrameTooLarge,
+    FrameUnsupported,
+    TierError,
+    TierUnavailable,
+)
 from kvstore.tiers.base import IO_ALIGNMENT, ErrorClass, Tier
+from kvstore.tiers.unsupported import UnsupportedFrames
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +105,8 @@ def read_block(
 
     try:
         return _read_verified(tier, key, read)
+    except FrameUnsupported as error:
+        return TransferResult(LoadOutcome.UNSUPPORTED, reason=str(error))
     except FrameInvalid as error:
         return TransferResult(LoadOutcome.CORRUPT, reason=str(error))
     except Exception as error:
@@ -107,7 +116,8 @@ def read_block(
 def read_frame(tier: Tier, key: Key, header: memoryview, payload: memoryview) -> int:
     """Read a frame and verify its stored bytes. Returns the payload's length, 0 for a miss.
 
-    Raises FrameInvalid: the frame is corrupt. Passes on the tier's errors.
+    Raises FrameInvalid: the frame is corrupt, or of another release (FrameUnsupported). Passes on
+    the tier's errors.
     """
 
     def read() -> int:
@@ -120,7 +130,8 @@ def read_frame(tier: Tier, key: Key, header: memoryview, payload: memoryview) ->
 
 
 def _read_verified(tier: Tier, key: Key, read: Callable[[], T]) -> T:
-    """The result of `read`. A block that is corrupt in two reads is deleted.
+    """The result of `read`. A block that is corrupt in two reads is deleted; one of another release
+    never is.
 
     A tier deletes by key. Between a corrupt read and the delete, another reader may have deleted
     the block and a good copy may have been written. So the block is read again before it is
@@ -133,6 +144,8 @@ def _read_verified(tier: Tier, key: Key, read: Callable[[], T]) -> T:
     """
     try:
         return read()
+    except FrameUnsupported:
+        raise
     except FrameInvalid as error:
         log.warning("tier %s: corrupt block: %s", tier.name, error)
         checked = (id(tier), key)
@@ -142,6 +155,8 @@ def _read_verified(tier: Tier, key: Key, read: Callable[[], T]) -> T:
             _checking.add(checked)
         try:
             read()
+        except FrameUnsupported:
+            pass  # another process has replaced the block
         except FrameInvalid:
             _try_delete(tier, key)
         finally:
@@ -153,7 +168,8 @@ def _read_verified(tier: Tier, key: Key, read: Callable[[], T]) -> T:
 def unpack_block(header: FrameHeader, payload: memoryview, slot: memoryview) -> None:
     """Verify a frame's payload, decode it into the front of `slot`, and verify that.
 
-    An uncompressed payload may already be in the slot. Raises FrameInvalid.
+    An uncompressed payload may already be in the slot. Raises FrameInvalid; FrameUnsupported: the
+    codec is unknown.
     """
     frame.verify_stored(header, payload)
     stored = payload[: header.stored_bytes]
@@ -205,6 +221,8 @@ def write_block(
     """Write a block to a tier. LOADED means that the tier contains it, also if it did before."""
     try:
         if tier.local_index and tier.contains([key])[0]:
+            if isinstance(tier, UnsupportedFrames):
+                tier.check_stored(key, staging.header)
             return TransferResult(LoadOutcome.LOADED)
         started_s, started_cpu_s = time.perf_counter(), time.thread_time()
         payload = pack_block(key, nbytes, slot, codec, staging)
@@ -221,6 +239,8 @@ def write_block(
             ended_s - started_s,
         )
         return TransferResult(LoadOutcome.LOADED, len(payload) + IO_ALIGNMENT, cost=cost)
+    except FrameUnsupported as error:
+        return TransferResult(LoadOutcome.UNSUPPORTED, reason=str(error))
     except Exception as error:
         return TransferResult(LoadOutcome.UNAVAILABLE, reason=_describe_error(tier, error))
 

@@ -14,7 +14,7 @@ from kvstore.blocks.key import Key, Namespace
 from kvstore.cache.commands import InFlightLoad, TierWrite
 from kvstore.cache.manager import L2Manager
 from kvstore.cache.slots import WORKERS
-from kvstore.errors import FrameInvalid, TierFull
+from kvstore.errors import FrameInvalid, FrameUnsupported, TierFull
 from kvstore.shm.slab import Slab
 from kvstore.store import block_io
 from kvstore.store.locator import L2
@@ -99,6 +99,8 @@ class FrameAccess:
                     self._count_hits(tier.name, 1)
                     self._count_lookup(key, tier.name)
                     return length
+            except FrameUnsupported:
+                continue  # a miss; the tier has counted it
             except Exception as error:
                 log.warning("tier %s: read failed: %s", tier.name, error)
         self._count_lookup(key, "")
@@ -108,6 +110,7 @@ class FrameAccess:
         """Save a frame's block to L2. False when the block is already cached or loading.
 
         Raises:
+            FrameUnsupported: the frame is of another release.
             FrameInvalid: the frame is corrupt, has another key, or its block does not have the
                 block size of its namespace. Before the first session of a namespace that size is
                 unknown, and any block that fits in a slot is accepted (for HTTP-only clients). A

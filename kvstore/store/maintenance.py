@@ -19,7 +19,7 @@ from kvstore.blocks.key import Key
 from kvstore.cache.commands import InFlightLoad, TierWrite
 from kvstore.cache.manager import L2Manager
 from kvstore.cache.slots import WORKERS
-from kvstore.errors import FrameInvalid
+from kvstore.errors import FrameInvalid, FrameUnsupported
 from kvstore.interface import Operation
 from kvstore.shm.slab import Slab
 from kvstore.store import block_io
@@ -36,6 +36,8 @@ PIN_BATCH: Final = 64
 """Blocks loaded and pinned per batch. Each leases a slot meanwhile."""
 POLL_S: Final = 0.05
 WARM_THREADS: Final = 4
+MAX_WARM_BATCHES: Final = 4
+"""Maximum batches of blocks. A further batch fills the slots that unsupported frames left free."""
 EXPIRY_STEPS: Final = 8
 """Expiry checks per time to live. A block expires at most 1/8 of the time to live late."""
 
@@ -152,25 +154,14 @@ class Warmer:
         with self._turn:
             spare = self._slab.slots - int(fraction * self._slab.slots)
             before = self._manager.stats()
-            room = max(0, before["slots_free"] - spare)
-            missing = list(itertools.islice(self._missing_blocks(), room))
-            # The coldest block first, so that the hottest ends as the most recently used.
-            missing.reverse()
-            blocks = WorkList(missing)
-            # No executor: its threads would keep the process from ending while a tier hangs.
-            threads = [
-                threading.Thread(
-                    target=self._run_worker,
-                    args=(blocks, spare),
-                    name=f"warmer-{number}",
-                    daemon=True,
-                )
-                for number in range(WARM_THREADS)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            candidates = self._missing_blocks()
+            for _ in range(MAX_WARM_BATCHES):
+                room = max(0, self._manager.stats()["slots_free"] - spare)
+                missing = list(itertools.islice(candidates, room))
+                # The coldest block first, so that the hottest ends as the most recently used.
+                missing.reverse()
+                if not self._load(missing, spare):
+                    break
             warmed: int = self._manager.stats()["warmed"] - before["warmed"]
         log.info("L2 warmed: %d blocks loaded", warmed)
         return warmed
@@ -182,6 +173,26 @@ class Warmer:
         if idle:
             self._turn.release()
         return idle
+
+    def _load(self, blocks: Sequence[tuple[Tier, Key]], spare: int) -> int:
+        """Load blocks in several threads; returns the number of frames of other releases."""
+        work = WorkList(blocks)
+        unsupported: list[Key] = []
+        # No executor: its threads would keep the process from ending while a tier hangs.
+        threads = [
+            threading.Thread(
+                target=self._run_worker,
+                args=(work, spare, unsupported),
+                name=f"warmer-{number}",
+                daemon=True,
+            )
+            for number in range(WARM_THREADS)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return len(unsupported)
 
     def _missing_blocks(self) -> Iterator[tuple[Tier, Key]]:
         """Blocks that are in a tier but not in L2, each once."""
@@ -197,13 +208,17 @@ class Warmer:
             except Exception as error:
                 log.warning("tier %s: cannot list blocks for warming: %s", tier.name, error)
 
-    def _run_worker(self, blocks: Iterable[tuple[Tier, Key]], spare: int) -> None:
+    def _run_worker(
+        self, blocks: Iterable[tuple[Tier, Key]], spare: int, unsupported: list[Key]
+    ) -> None:
         staging = StagingBuffers(self._slab.slot_bytes)
         for tier, key in blocks:
             if self._stop.is_set():
                 return
             try:
                 self._warm_block(tier, key, staging, spare)
+            except FrameUnsupported:
+                unsupported.append(key)  # a miss; the tier has counted it
             except Exception as error:
                 log.warning("tier %s: cannot load a block for warming: %s", tier.name, error)
 

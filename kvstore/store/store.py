@@ -43,6 +43,7 @@ from kvstore.store.tier_workers import TierWorkers
 from kvstore.telemetry.traffic import check_traffic_label
 from kvstore.telemetry.usage_counters import Record, UsageCounters
 from kvstore.tiers.base import Tier
+from kvstore.tiers.unsupported import UnsupportedFrames
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Store:
         limits = limits or StoreLimits()
         self.slab = slab
         self._own_slab = own_slab
-        self._tiers = list(tiers)
+        self._tiers = [UnsupportedFrames(tier) for tier in tiers]
         cores = len(os.sched_getaffinity(0))
         choosers = [Chooser((codecs or {}).get(name, "auto"), cores=cores) for name in names]
         self._namespaces: dict[str, Namespace] = {}

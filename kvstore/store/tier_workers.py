@@ -343,6 +343,8 @@ class TierWorkers:
             self.counts["misses"] += 1
         elif result.outcome is LoadOutcome.CORRUPT:
             self.counts["checksum_failures"] += 1
+        elif result.outcome is LoadOutcome.UNSUPPORTED:
+            pass  # `UnsupportedFrames` counts and logs it
         else:
             self.counts["errors"] += 1
             level = logging.DEBUG if self._last_failed else logging.WARNING

@@ -130,6 +130,27 @@ TIER_METRICS: Final = (
         {"": "checksum_failures"},
     ),
     (
+        "kvstore_tier_unsupported_frames",
+        COUNTER,
+        "Frames of another release found; each is a miss and is not deleted.",
+        "",
+        {"": "unsupported_frames"},
+    ),
+    (
+        "kvstore_tier_unsupported_writes",
+        COUNTER,
+        "Blocks not written because the tier has a frame of another release.",
+        "",
+        {"": "unsupported_writes"},
+    ),
+    (
+        "kvstore_tier_unsupported_segments",
+        GAUGE,
+        "Segments of a later version; they are left as they are.",
+        "",
+        {"": "segments_unsupported"},
+    ),
+    (
         "kvstore_tier_up",
         GAUGE,
         "1 while the tier is up, 0 while its circuit breaker is open.",

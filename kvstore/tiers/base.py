@@ -9,7 +9,9 @@ A tier stores *frames*. A frame is a header of 4,096 bytes and a payload whose l
 of 4,096 bytes. The header records the payload's real length. The caller passes both parts in
 buffers aligned to 4,096 bytes, so direct I/O needs no copy. A tier does not interpret a frame:
 `blocks/frame.py` packs and verifies it, and `codecs/` encode the payload. The caller verifies every
-frame that a tier returns.
+frame that a tier returns. Other releases may use the same tier, now or later. A tier therefore
+never deletes or replaces what a later release may have written (docs/formats.md). To this release
+it is a miss, or FrameUnsupported.
 
 After `write` returns, a reader sees the complete frame or no frame at all, and the frame survives a
 kill of this process. Writing a key that the tier already contains succeeds and changes nothing.
@@ -80,7 +82,8 @@ class Tier(abc.ABC):
         views are aligned to 4,096 bytes, and the length of `payload` is a multiple of 4,096. After
         a miss or an exception the contents of both views are undefined.
 
-        Raises FrameTooLarge: the frame does not fit into `payload`.
+        Raises FrameTooLarge: the frame does not fit into `payload`, which may be empty; `header` is
+        then the frame's header. (The caller does not delete a frame whose header is zeros.)
         """
 
     @abc.abstractmethod

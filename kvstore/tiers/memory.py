@@ -53,9 +53,9 @@ class MemoryTier(Tier):
                 return 0
             self._frames.move_to_end(key)
         length = len(frame) - IO_ALIGNMENT
+        header[:IO_ALIGNMENT] = frame[:IO_ALIGNMENT]
         if length > len(payload):
             raise FrameTooLarge(f"payload of {length} bytes does not fit into {len(payload)} bytes")
-        header[:IO_ALIGNMENT] = frame[:IO_ALIGNMENT]
         payload[:length] = memoryview(frame)[IO_ALIGNMENT:]
         return length
 

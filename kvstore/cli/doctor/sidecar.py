@@ -138,7 +138,7 @@ def saves(numbers: dict[str, Any]) -> Finding:
 
 
 def tier_state(name: str, tier: dict[str, Any]) -> Finding:
-    """Check that a tier is up, and has no errors, late calls or corrupt blocks."""
+    """Check that a tier is up, and has no errors, late calls, corrupt or unsupported blocks."""
     what = f"tier {name}"
     bad = tier["checksum_failures"]
     if tier.get("state", "up") != "up":
@@ -147,6 +147,14 @@ def tier_state(name: str, tier: dict[str, Any]) -> Finding:
         )
     if bad:
         return fail(what, f"{bad:,} blocks were corrupt and were deleted; check the device")
+    unknown = tier.get("unsupported_frames", 0)
+    if unknown or tier.get("segments_unsupported"):
+        return warn(
+            what,
+            f"{unknown:,} frames and {tier.get('segments_unsupported', 0):,} segments of another "
+            "release; each was a miss and was left as it is. Upgrade this sidecar, or run kvstore "
+            f"clear {name} if that release will not be used again",
+        )
     if tier["errors"] or tier.get("deadline_exceeded"):
         return warn(
             what,

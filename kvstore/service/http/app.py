@@ -40,6 +40,7 @@ from kvstore.config.settings import HashSettings
 from kvstore.errors import (
     ConfigError,
     FrameInvalid,
+    FrameUnsupported,
     NamespaceMismatch,
     StoreClosed,
     TierFull,
@@ -75,6 +76,7 @@ _NAMESPACE = re.compile(r"[0-9a-f]{32}")
 _STATUS: Final = {
     Unauthorised: 401,
     NamespaceMismatch: 409,
+    FrameUnsupported: 415,
     FrameInvalid: 400,
     ConfigError: 400,
     TierFull: 507,

@@ -35,6 +35,10 @@ class SegmentInvalid(Exception):
     """The file is not a segment, or its header and its trailers are corrupt."""
 
 
+class SegmentUnsupported(SegmentInvalid):
+    """A segment file of a later version. It is left as it is, for the release that wrote it."""
+
+
 @dataclass(frozen=True)
 class SegmentIdentity:
     """The identity of a segment file.
@@ -76,13 +80,15 @@ def read_identity(files: Files, fd: int) -> tuple[SegmentIdentity, bool]:
     """The identity from the header, or from the trailer if the header is corrupt.
 
     The second value says whether the header is corrupt. Raises SegmentInvalid (both are corrupt),
-    OSError.
+    SegmentUnsupported (the header, or the trailer of a corrupt header), OSError.
     """
     sector = aligned_buffer(SECTOR_BYTES)
     if files.read_at(fd, [sector], 0) != SECTOR_BYTES:
         raise SegmentInvalid("the file is shorter than one sector")
     try:
         return SegmentIdentity(*_unpack_sector(_HEADER, _HEADER_MAGIC, sector)), False
+    except SegmentUnsupported:
+        raise
     except SegmentInvalid as error:
         end = os.fstat(fd).st_size // SECTOR_BYTES * SECTOR_BYTES
         if files.read_at(fd, [sector], end - SECTOR_BYTES) != SECTOR_BYTES:
@@ -92,6 +98,8 @@ def read_identity(files: Files, fd: int) -> tuple[SegmentIdentity, bool]:
                 sequence_no, nbytes, secret, *_, created_ms = _unpack_sector(
                     _TRAILER, magic, sector
                 )
+            except SegmentUnsupported:
+                raise
             except SegmentInvalid:
                 continue
             return SegmentIdentity(sequence_no, nbytes, secret, created_ms), True
@@ -137,7 +145,10 @@ def write_footer(
 
 
 def read_footer(files: Files, fd: int, identity: SegmentIdentity, magic: bytes) -> Footer | None:
-    """The footer of a segment; None: the segment has no valid footer. Raises OSError."""
+    """The footer of a segment; None: the segment has no valid footer.
+
+    Raises SegmentUnsupported, OSError.
+    """
     sector = aligned_buffer(SECTOR_BYTES)
     if files.read_at(fd, [sector], identity.nbytes - SECTOR_BYTES) != SECTOR_BYTES:
         return None
@@ -163,6 +174,8 @@ def read_footer(files: Files, fd: int, identity: SegmentIdentity, magic: bytes) 
         if checksum(body) != body_sum:
             return None
         entries = Entries.unpack(body)
+    except SegmentUnsupported:
+        raise
     except (SegmentInvalid, ValueError, TypeError, msgpack.UnpackException):
         return None
     if len(entries) != count or next_sector > trailer_sector:
@@ -183,8 +196,13 @@ def _pack_sector(layout: struct.Struct, magic: bytes, *fields: int | bytes) -> m
 
 
 def _unpack_sector(layout: struct.Struct, magic: bytes, sector: memoryview) -> list[Any]:
-    """The fields of a sector that `_pack_sector` wrote. Raises SegmentInvalid."""
+    """The fields of a sector that `_pack_sector` wrote. Raises SegmentInvalid, SegmentUnsupported.
+
+    Magic and version are at the same place in every version.
+    """
     found, version, total, *fields = layout.unpack_from(sector)
+    if found == magic and version > SEGMENT_VERSION:
+        raise SegmentUnsupported(f"version {version}; this kvstore reads {SEGMENT_VERSION}")
     if found != magic or version != SEGMENT_VERSION:
         raise SegmentInvalid("wrong magic bytes or version")
     if checksum(sector[_SUMMED_FROM:]) != total:

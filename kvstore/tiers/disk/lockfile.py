@@ -148,6 +148,11 @@ def segment_paths(directory: str) -> list[str]:
     return [os.path.join(directory, name) for name in sorted(names)]
 
 
+def sequence_no_of(path: str) -> int:
+    """The sequence number in the name of a segment file."""
+    return int(os.path.basename(path).removesuffix(SUFFIX))
+
+
 def _is_segment_name(name: str) -> bool:
     stem = name.removesuffix(SUFFIX)
     return stem != name and len(stem) == 12 and stem.isascii() and stem.isdigit()

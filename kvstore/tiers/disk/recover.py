@@ -10,13 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from dataclasses import dataclass, field
 
 from kvstore.errors import ConfigError
 from kvstore.tiers.disk.files import Files
 from kvstore.tiers.disk.index import unpack_location
-from kvstore.tiers.disk.layout import SegmentInvalid
-from kvstore.tiers.disk.lockfile import DISK_ERRNOS, DirectoryUnavailable, segment_paths
+from kvstore.tiers.disk.layout import SegmentInvalid, SegmentUnsupported
+from kvstore.tiers.disk.lockfile import (
+    DISK_ERRNOS,
+    DirectoryUnavailable,
+    segment_paths,
+    sequence_no_of,
+)
 from kvstore.tiers.disk.scan import scan_frames
 from kvstore.tiers.disk.segment import Segment
 from kvstore.tiers.disk.state import DiskLimits, DiskState
@@ -24,17 +30,49 @@ from kvstore.tiers.disk.state import DiskLimits, DiskState
 log = logging.getLogger(__name__)
 
 
+class UnsupportedSegments:
+    """Segment files of later versions. They are not opened, and stay as they are."""
+
+    def __init__(self) -> None:
+        self._paths: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files: they take room of the directory's capacity."""
+        return sum(self._paths.values())
+
+    def add(self, path: str, error: SegmentUnsupported) -> None:
+        """Set a file aside. Raises OSError."""
+        if not self._paths:
+            log.warning("leaving segments of a later version as they are: %s: %s", path, error)
+        self._paths[path] = os.path.getsize(path)
+
+    def delete(self, files: Files) -> int:
+        """Delete all files, on request; returns their size. Raises OSError."""
+        nbytes = self.nbytes
+        for path in list(self._paths):
+            files.unlink(path)
+            del self._paths[path]
+        return nbytes
+
+
 @dataclass
 class RecoveryResult:
-    """segments: oldest first, not yet indexed. torn: number of frames that scans dropped."""
+    """segments: oldest first, not yet indexed. torn: number of frames that scans dropped.
+    next_sequence_no: above the number of every segment file."""
 
     segments: list[Segment] = field(default_factory=list)
     torn: int = 0
+    unsupported: UnsupportedSegments = field(default_factory=UnsupportedSegments)
+    next_sequence_no: int = 1
 
 
 def recover(files: Files, directory: str, limits: DiskLimits, max_segments: int) -> RecoveryResult:
-    """Open every segment of a directory. Invalid and expired segment files are deleted; other files
-    are not touched.
+    """Open every segment of a directory. Invalid and expired segment files are deleted; segment
+    files of later versions and other files are not touched.
 
     Raises ConfigError: a segment cannot be opened, or there are more than `max_segments`.
     Raises DirectoryUnavailable: the disk fails.
@@ -43,8 +81,12 @@ def recover(files: Files, directory: str, limits: DiskLimits, max_segments: int)
     now_ms = limits.now_ms()
     try:
         for path in segment_paths(directory):
+            result.next_sequence_no = sequence_no_of(path) + 1
             try:
                 segment = Segment.open(files, path)
+            except SegmentUnsupported as error:
+                result.unsupported.add(path, error)
+                continue
             except SegmentInvalid as error:
                 log.warning("deleting invalid segment %s: %s", path, error)
                 files.unlink(path)
@@ -56,7 +98,11 @@ def recover(files: Files, directory: str, limits: DiskLimits, max_segments: int)
                 files.unlink(path)
                 continue
             result.segments.append(segment)
-            _load_entries(files, segment, result)
+            try:
+                _load_entries(files, segment, result)
+            except SegmentUnsupported as error:
+                files.close(result.segments.pop().fd)
+                result.unsupported.add(path, error)
         if len(result.segments) > max_segments:
             raise ConfigError(
                 f"{directory!r} contains more than {max_segments} segments; move some away, or use "
@@ -123,6 +169,12 @@ def _load_entries(files: Files, segment: Segment, result: RecoveryResult) -> Non
             entries.add(frame.header.key, frame.sector, frame.sectors)
     segment.restore_entries(entries, end)
     result.torn += len(torn)
+    if segment.unsupported_frames:
+        log.warning(
+            "%s has %d frames of another release; it is left as it is",
+            segment.path,
+            segment.unsupported_frames,
+        )
     if torn:
         log.warning("%s: dropped %d incomplete or corrupt frames", segment.path, len(torn))
     for sector in torn:

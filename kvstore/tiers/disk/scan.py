@@ -15,8 +15,9 @@ from kvstore.blocks.frame import (
     checksum,
     decode_header,
     mask_checksum,
+    matches_checksum,
 )
-from kvstore.errors import FrameInvalid
+from kvstore.errors import FrameInvalid, FrameUnsupported
 from kvstore.tiers.disk.files import SECTOR_BYTES, Files
 from kvstore.tiers.disk.segment import Segment
 
@@ -37,13 +38,14 @@ class ScannedFrame:
 def scan_frames(files: Files, segment: Segment, start: int = 1) -> Iterator[ScannedFrame]:
     """Yield every frame of the segment from sector `start`, with its payload verified.
 
-    Raises OSError.
+    Frames of other releases are counted in `unsupported_frames` of the segment. Raises OSError.
     """
     window = _Window(files, segment)
     sector = start
     while (view := window.sector_at(sector)) is not None:
         header = decode_header_at(segment, view, sector)
         if header is None:
+            segment.unsupported_frames += bool(unsupported_reason(view))
             sector += 1
             continue
         sectors = 1 + header.payload_bytes // SECTOR_BYTES
@@ -63,6 +65,18 @@ def decode_header_at(segment: Segment, view: memoryview, sector: int) -> FrameHe
         return decode_header(view)
     except FrameInvalid:
         return None
+
+
+def unsupported_reason(view: memoryview) -> str:
+    """Why this release does not understand the header in `view`, which `decode_header_at` has
+    unmasked; "" if it does, or if the segment has no header there."""
+    try:
+        decode_header(view)
+    except FrameUnsupported as error:
+        return str(error) if matches_checksum(view) else ""
+    except FrameInvalid:
+        return ""
+    return ""
 
 
 class _Window:

@@ -77,6 +77,9 @@ class Segment:
         """Removed from the volume: the last reference closes the descriptor."""
         self.truncated = False
         """The file is shorter than its header says: read only."""
+        self.unsupported_frames = 0
+        """Number of frames of other releases that a scan found. If there are any, no footer is
+        written, because its index would not have them, and no frames are appended."""
         self.seal_pending = False
         """The syncer has to write the footer."""
         self.sealed = False
@@ -101,6 +104,11 @@ class Segment:
     @property
     def nbytes(self) -> int:
         return self.identity.nbytes
+
+    @property
+    def read_only(self) -> bool:
+        """Whether no frames may be appended."""
+        return self.truncated or self.unsupported_frames > 0
 
     # ------------------------------------------------------------------ room
 
@@ -161,7 +169,10 @@ class Segment:
 
     @classmethod
     def open(cls, files: Files, path: str, *, writable: bool = True) -> Segment:
-        """Open an existing segment without its footer. Raises SegmentInvalid, OSError."""
+        """Open an existing segment without its footer.
+
+        Raises SegmentInvalid, SegmentUnsupported, OSError.
+        """
         fd = files.open(path, writable=writable)
         try:
             identity, corrupt = read_identity(files, fd)
@@ -207,8 +218,11 @@ class Segment:
         """Sync the frames, then write the footer. Raises OSError.
 
         The caller guarantees that no write is in progress, and that none starts before `reopen`.
-        The footer itself is not synced: a segment with a missing or partial footer is scanned.
+        The footer itself is not synced: a segment with a missing or partial footer is scanned. One
+        with unsupported frames gets none.
         """
+        if self.unsupported_frames:
+            return
         with self.file_lock:
             self.sync(files)
             entries = self.entries.sorted_by_sector(without=self.deleted_sectors)

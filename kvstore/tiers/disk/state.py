@@ -107,6 +107,7 @@ class DiskState:
         segment.removed = True
         del self.segments[segment.segment_no]
         removed = self.index.remove_all(segment.entries, segment.segment_no)
+        removed += segment.unsupported_frames
         self.evictions += removed
         return removed
 

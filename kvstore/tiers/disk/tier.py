@@ -104,23 +104,20 @@ class DiskTier(Tier):
                 return 0
             segment, sector, sectors = found
             nbytes = (sectors - 1) * SECTOR_BYTES
-            if nbytes > len(payload):
-                raise FrameTooLarge(
-                    f"payload of {nbytes} bytes does not fit into {len(payload)} bytes"
-                )
+            fits = nbytes <= len(payload)
             volume = self._volumes.volume_of(segment)
             volume.touch(segment)
             self._state.acquire(segment)
         got, failure, ended = 0, None, False
         try:
-            views = [header[:SECTOR_BYTES], payload[:nbytes]]
+            views = [header[:SECTOR_BYTES], payload[:nbytes]][: 1 + fits]
             self._check_aligned(views)
             got = self._files.read_at(segment.fd, views, sector * SECTOR_BYTES)
             ended = True
         except OSError as error:
             failure = error
         finally:
-            complete = got == sectors * SECTOR_BYTES
+            complete = got == (sectors if fits else 1) * SECTOR_BYTES
             with self._lock:
                 last = self._state.release(segment)
                 if complete:
@@ -136,6 +133,8 @@ class DiskTier(Tier):
         if not complete:
             return self._handle_read_failure(volume, segment, failure)
         mask_checksum(header, segment.segment_nonce(sector))
+        if not fits:
+            raise FrameTooLarge(f"payload of {nbytes} bytes does not fit into {len(payload)} bytes")
         return nbytes
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from kvstore.blocks.frame import (
     verify_stored,
 )
 from kvstore.blocks.key import Key
-from kvstore.errors import ConfigError, FrameInvalid
+from kvstore.errors import ConfigError, FrameInvalid, FrameUnsupported
 from kvstore.tiers.disk.files import SECTOR_BYTES, Files
-from kvstore.tiers.disk.layout import SegmentInvalid
+from kvstore.tiers.disk.layout import SegmentInvalid, SegmentUnsupported
 from kvstore.tiers.disk.lockfile import DirectoryLock, segment_paths
 from kvstore.tiers.disk.scan import decode_header_at, scan_frames
 from kvstore.tiers.disk.segment import Segment
@@ -28,7 +29,7 @@ from kvstore.tiers.disk.segment import Segment
 log = logging.getLogger(__name__)
 
 MAX_REPORTED = 1000
-"""Maximum number of corrupt frames that a report describes; all are counted."""
+"""Maximum number of corrupt frames, and of reasons, that a report describes; all are counted."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes) after each frame."""
@@ -46,11 +47,14 @@ class CorruptFrame:
 
 @dataclass
 class VerifyReport:
-    """The result of a check. frames: number of frames checked, corrupt ones included."""
+    """The result of a check. frames: number of frames found, corrupt and unsupported ones
+    included."""
 
     segments: int = 0
     segments_corrupt: int = 0
     """Number of unreadable segment files: header and trailer are corrupt."""
+    segments_unsupported: int = 0
+    """Number of segment files of later versions. Their frames are not checked."""
     segments_unsealed: int = 0
     """Number of segments without a valid footer, after a kill or because it is corrupt. They are
     scanned for frames."""
@@ -58,10 +62,18 @@ class VerifyReport:
     bytes_checked: int = 0
     corrupt_count: int = 0
     corrupt: list[CorruptFrame] = field(default_factory=list)
+    unsupported: Counter[str] = field(default_factory=Counter)
+    """Number of frames of other releases, which are not checked, by reason."""
 
     @property
     def ok(self) -> bool:
+        """Whether nothing is corrupt."""
         return not self.corrupt_count and not self.segments_corrupt
+
+    @property
+    def unsupported_count(self) -> int:
+        """Number of frames of other releases."""
+        return self.unsupported.total()
 
 
 def verify(
@@ -94,6 +106,8 @@ class _Verifier:
             self._report.segments += 1
             try:
                 segment = Segment.open(self._files, path, writable=False)
+            except SegmentUnsupported as error:
+                self._record_unsupported(path, error)
             except SegmentInvalid as error:
                 log.warning("%s: unreadable segment: %s", path, error)
                 self._report.segments_corrupt += 1
@@ -103,19 +117,28 @@ class _Verifier:
                 try:
                     for at in self._check_segment(segment):
                         self._progress(done + min(at, size), total)
+                except SegmentUnsupported as error:
+                    self._record_unsupported(path, error)
                 finally:
                     self._files.close(segment.fd)
             done += size
             self._progress(done, total)
         return self._report
 
+    def _record_unsupported(self, path: str, error: SegmentUnsupported) -> None:
+        log.warning("%s: segment of another release: %s", path, error)
+        self._report.segments_unsupported += 1
+
     def _check_segment(self, segment: Segment) -> Iterator[int]:
         """Check one segment; yields the number of bytes done."""
         if not segment.load_footer(self._files):
             self._report.segments_unsealed += 1
             for found in scan_frames(self._files, segment):
+                self._check_codec(found.header)
                 self._record(segment, found.sector, found.sectors, found.header.key, found.error)
                 yield (found.sector + found.sectors) * SECTOR_BYTES
+            self._report.frames += segment.unsupported_frames
+            self._count_unsupported("frame header of another release", segment.unsupported_frames)
             return
         for (key, sector, sectors), tombstone in zip(
             segment.entries, segment.tombstones, strict=True
@@ -127,23 +150,36 @@ class _Verifier:
             yield (sector + sectors) * SECTOR_BYTES
 
     def _frame_error(self, segment: Segment, key: Key, sector: int, sectors: int) -> str:
-        """Why the frame at `sector` is corrupt; "" if it is intact."""
+        """Why the frame at `sector` is corrupt; "" if it is intact, or of another release."""
         if len(self._frame) < sectors * SECTOR_BYTES:
             self._frame = aligned_buffer(sectors * SECTOR_BYTES)
         frame = self._frame[: sectors * SECTOR_BYTES]
         try:
             if self._files.read_at(segment.fd, [frame], sector * SECTOR_BYTES) < len(frame):
                 return "the file ends inside the frame"
-            if decode_header_at(segment, frame[:SECTOR_BYTES], sector) is None:
-                return "the header is corrupt"
+            decode_header_at(segment, frame[:SECTOR_BYTES], sector)  # unmasks the checksum
             header = parse_header(frame, key)
             verify_stored(header, frame[SECTOR_BYTES:])
             self._decode(header, frame[SECTOR_BYTES:])
         except OSError as error:
             return f"read error: {error.strerror}"
+        except FrameUnsupported as error:
+            self._count_unsupported(str(error))
         except FrameInvalid as error:
             return str(error)
         return ""
+
+    def _check_codec(self, header: FrameHeader) -> None:
+        """Count a frame whose codec is unknown."""
+        try:
+            codecs.codec_by_frame_id(header.codec)
+        except FrameUnsupported as error:
+            self._count_unsupported(str(error))
+
+    def _count_unsupported(self, reason: str, frames: int = 1) -> None:
+        counts = self._report.unsupported
+        if frames:
+            counts[reason if reason in counts or len(counts) < MAX_REPORTED else "other"] += frames
 
     def _decode(self, header: FrameHeader, payload: memoryview) -> None:
         """Decode the block and verify its checksum. Raises FrameInvalid."""

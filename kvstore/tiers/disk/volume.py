@@ -67,7 +67,6 @@ class Volume:
             limits.eviction, max(1, limits.capacity_bytes // limits.segment_bytes)
         )
         self._active: Segment | None = None
-        self._next_sequence_no = 1
         self._total_bytes = LOCK_BYTES
         self._closing_count = 0
         self._expired_segments: list[Segment] = []
@@ -90,7 +89,8 @@ class Volume:
 
     def stats(self) -> dict[str, int]:
         """Statistics of this directory. The caller owns the lock."""
-        return {"bytes_used": self._total_bytes, "segments": len(self._segments)}
+        used = {"bytes_used": self._total_bytes, "segments": len(self._segments)}
+        return {**used, "segments_unsupported": len(self._unsupported)}
 
     # ------------------------------------------------------------------ references
 
@@ -273,13 +273,9 @@ class Volume:
 
     def _create_segment(self, sync_first: bool, reuse: Segment | None) -> Segment:
         limits = self._limits
+        number = self._next_sequence_no
         segment = Segment.create(
-            self._files,
-            self.directory,
-            self._next_sequence_no,
-            limits.segment_bytes,
-            limits.now_ms(),
-            reuse=reuse,
+            self._files, self.directory, number, limits.segment_bytes, limits.now_ms(), reuse=reuse
         )
         try:
             if sync_first:
@@ -387,7 +383,7 @@ class Volume:
             self.close_segment(segment)
 
     def clear(self) -> None:
-        """Remove all segments, including frames being written."""
+        """Remove all segments, including frames being written and segments of later versions."""
         with self._roll_lock:
             with self._state.lock:
                 self._active = None
@@ -396,6 +392,9 @@ class Volume:
                     self._unregister_segment(segment)
             for segment in segments:
                 self._delete_file(segment)
+            freed_bytes = self._unsupported.delete(self._files)
+            with self._state.lock:
+                self._total_bytes -= freed_bytes
 
     # ------------------------------------------------------------------ start and end
 
@@ -404,8 +403,9 @@ class Volume:
             self._files, self.directory, self._limits, MAX_OPEN_SEGMENTS - len(self._state.segments)
         )
         self._state.torn += result.torn
+        self._unsupported, self._next_sequence_no = result.unsupported, result.next_sequence_no
+        self._total_bytes += self._unsupported.nbytes
         for segment in result.segments:
-            self._next_sequence_no = segment.sequence_no + 1
             self._total_bytes += segment.nbytes
             self._register_segment(segment)
             index_segment(self._files, self._state, segment)
@@ -423,7 +423,7 @@ class Volume:
     def _resume_newest(self) -> None:
         """Append to the newest segment if it has the current size and is not too old."""
         newest = max(self._segments.values(), key=lambda s: s.sequence_no, default=None)
-        if newest is None or newest.nbytes != self._limits.segment_bytes or newest.truncated:
+        if newest is None or newest.nbytes != self._limits.segment_bytes or newest.read_only:
             return
         if self._is_append_window_over(newest):
             return

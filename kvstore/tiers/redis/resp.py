@@ -141,7 +141,8 @@ def read_value(
 ) -> Value:
     """Receive the reply to GET: a frame goes into `header` (4,096 bytes) and `payload`.
 
-    Raises ErrorReply; ProtocolError: the reply is not a value.
+    Of any other value the first bytes go into `header`. Raises ErrorReply; ProtocolError: the reply
+    is not a value.
     """
     assert len(scratch) >= _MIN_SCRATCH_BYTES
     have, end = 0, -1
@@ -164,10 +165,16 @@ def read_value(
     if nbytes > MAX_VALUE_BYTES or len(rest) > nbytes + len(_CRLF):
         raise ProtocolError(f"value of {nbytes} bytes is too long")
     payload_bytes = nbytes - IO_ALIGNMENT
-    if not is_frame_length(nbytes):
-        return Value(ValueKind.FOREIGN, 0, _drain(receive, scratch, rest, nbytes))
-    if payload_bytes > len(payload):
-        return Value(ValueKind.TOO_LARGE, payload_bytes, _drain(receive, scratch, rest, nbytes))
+    is_frame = is_frame_length(nbytes)
+    if not is_frame or payload_bytes > len(payload):
+        start = header[: min(IO_ALIGNMENT, nbytes)]
+        _fill(receive, [start] if start else [], rest[: len(start)])
+        drained = _drain(receive, scratch, rest[len(start) :], nbytes - len(start))
+        return (
+            Value(ValueKind.TOO_LARGE, payload_bytes, drained)
+            if is_frame
+            else Value(ValueKind.FOREIGN, 0, drained)
+        )
     end_ = memoryview(bytearray(len(_CRLF)))
     _fill(receive, [header[:IO_ALIGNMENT], payload[:payload_bytes], end_], rest)
     _check_end(end_)

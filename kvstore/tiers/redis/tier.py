@@ -9,7 +9,9 @@ from typing import Any, Final
 
 from redis.connection import ConnectionPool
 
+from kvstore.blocks.frame import check_version
 from kvstore.blocks.key import Key
+from kvstore.codecs import check_supported
 from kvstore.errors import FrameTooLarge, TierError
 from kvstore.tiers.base import IO_ALIGNMENT, ErrorClass, Tier
 from kvstore.tiers.redis import faults, resp
@@ -39,6 +41,8 @@ COUNTERS: Final = (
     "foreign",
     "redirects",
 )
+
+_NO_HEADER: Final = bytes(IO_ALIGNMENT)
 
 
 class RedisTier(Tier):
@@ -82,7 +86,10 @@ class RedisTier(Tier):
             return [line == b":1" for line in replies]
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
+        """Read a frame. Also raises FrameUnsupported, for a value of another length than a frame's
+        that begins as a frame of a later version."""
         name = self._name(key)
+        header[:IO_ALIGNMENT] = _NO_HEADER
         with self._map_errors():
             value = self._get(name, header, payload)
         if value.kind is ValueKind.TOO_LARGE:
@@ -90,6 +97,7 @@ class RedisTier(Tier):
                 f"payload of {value.payload_bytes} bytes does not fit into {len(payload)} bytes"
             )
         if value.kind is ValueKind.FOREIGN:
+            check_version(header)
             self._calls.count("foreign")
             log.warning("%s: deleting the value of %s: not a frame", self.name, name.decode())
             self.delete([key])
@@ -101,6 +109,7 @@ class RedisTier(Tier):
         return value.payload_bytes
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
+        """Write a frame. Also raises FrameUnsupported: the server has one of another release."""
         if len(payload) > self.max_payload_bytes:
             raise TierError(
                 f"payload of {len(payload)} bytes is too large for a Redis value (at most "
@@ -212,10 +221,12 @@ class RedisTier(Tier):
         payload_bytes = nbytes - IO_ALIGNMENT
         if not nbytes:
             return Value(ValueKind.MISSING)
-        if not resp.is_frame_length(nbytes):
+        if not resp.is_frame_length(nbytes) or payload_bytes > len(payload):
+            start = self._servers.execute_following_redirects("GETRANGE", name, 0, IO_ALIGNMENT - 1)
+            header[: len(start)] = start
+            if resp.is_frame_length(nbytes):
+                return Value(ValueKind.TOO_LARGE, payload_bytes)
             return Value(ValueKind.FOREIGN)
-        if payload_bytes > len(payload):
-            return Value(ValueKind.TOO_LARGE, payload_bytes)
         value = memoryview(
             self._servers.execute_following_redirects("GETRANGE", name, 0, nbytes - 1)
         )
@@ -246,14 +257,17 @@ class RedisTier(Tier):
                 self._calls.on_redirect()
         expiry = ("PX", self._ttl_ms) if self._ttl_ms else ()
         value = b"".join((header, payload))
-        return (
-            self._servers.execute_following_redirects("SET", name, value, "NX", *expiry) is not None
-        )
+        if self._servers.execute_following_redirects("SET", name, value, "NX", *expiry) is not None:
+            return True
+        start = self._servers.execute_following_redirects("GETRANGE", name, 0, IO_ALIGNMENT - 1)
+        check_supported(memoryview(bytes(start).ljust(IO_ALIGNMENT, b"\0")))
+        return False
 
     def _is_frame_stored(self, exchange: Exchange, name: bytes) -> bool:
         """Whether the existing value can be a frame. Renews the TTL of a frame.
 
         Deletes any other value. Otherwise the write would acknowledge a block that cannot be read.
+        Raises FrameUnsupported: the value is a frame of another release.
         """
         commands = pack_command(b"STRLEN", name)
         if self._ttl_ms:
@@ -263,6 +277,11 @@ class RedisTier(Tier):
         error = resp.parse_error(line)
         if error is not None and error.code != "WRONGTYPE":
             raise error
+        if error is None:
+            stored = memoryview(bytearray(IO_ALIGNMENT))
+            exchange.send(pack_command(b"GETRANGE", name, b"0", b"%d" % (IO_ALIGNMENT - 1)))
+            exchange.read_value(stored, stored[:0])
+            check_supported(stored)
         if error is None and resp.is_frame_length(int(line[1:])):
             return True
         exchange.send(pack_command(b"UNLINK", name))

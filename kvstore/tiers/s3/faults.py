@@ -81,6 +81,10 @@ class Invalid(Exception):
     kind = "invalid"
 
 
+class Unsupported(Invalid):
+    """An object of a later version. It is left as it is, for the release that wrote it."""
+
+
 def code_of(body: bytes) -> str:
     """The error code in a reply's XML; "" if it has none."""
     found = _CODE.search(body)

@@ -32,7 +32,7 @@ from kvstore.blocks.frame import checksum
 from kvstore.blocks.key import Key
 from kvstore.tiers.base import IO_ALIGNMENT
 from kvstore.tiers.disk.index import Entries, max_entry_bytes
-from kvstore.tiers.s3.faults import Invalid
+from kvstore.tiers.s3.faults import Invalid, Unsupported
 
 VERSION: Final = 1
 IDENTITY_BYTES: Final = 16
@@ -44,6 +44,9 @@ MAX_FOOTER_BYTES: Final = 64 << 20
 
 _TRAILER = struct.Struct("<8sIIQQQ16s")
 _TOMBSTONE = struct.Struct("<8sIIQ16s")
+_START = struct.Struct("<8sI")
+"""Magic and version of a trailer or tombstone, at the same place in every version."""
+TOMBSTONE_START_BYTES: Final = _START.size
 _SUM = struct.Struct("<Q")
 _TRAILER_MAGIC: Final = b"KVS3SEGM"
 _TOMBSTONE_MAGIC: Final = b"KVS3DEAD"
@@ -106,7 +109,10 @@ def pack_footer(entries: Entries, identity: bytes, frames_bytes: int) -> bytes:
 
 
 def footer_bytes(tail: bytes, nbytes: int) -> int:
-    """Size of the footer. tail: the last bytes of a segment of `nbytes`. Raises Invalid."""
+    """Size of the footer. tail: the last bytes of a segment of `nbytes`.
+
+    Raises Invalid, Unsupported.
+    """
     _, _, _, frames_bytes, body_bytes, _, _ = _parse_trailer(tail)
     if frames_bytes + body_bytes + TRAILER_BYTES != nbytes or frames_bytes % IO_ALIGNMENT:
         raise Invalid("the trailer does not match the object's length")
@@ -153,7 +159,11 @@ def tombstone_name(segment: str, tombstone: bytes) -> str:
 
 
 def parse_tombstone(tombstone: bytes) -> tuple[bytes, set[int]]:
-    """The identity of the segment, and the sectors of its deleted blocks. Raises Invalid."""
+    """The identity of the segment, and the sectors of its deleted blocks.
+
+    Raises Invalid, Unsupported.
+    """
+    check_tombstone_version(tombstone)
     head, body = tombstone[: _TOMBSTONE.size], tombstone[_TOMBSTONE.size + _SUM.size :]
     if len(tombstone) < _TOMBSTONE.size + _SUM.size:
         raise Invalid("truncated tombstone")
@@ -166,10 +176,23 @@ def parse_tombstone(tombstone: bytes) -> tuple[bytes, set[int]]:
     return identity, set(np.frombuffer(body, "<u4").tolist())
 
 
+def check_tombstone_version(start: bytes) -> None:
+    """Raise Unsupported if these are the first bytes of a tombstone of a later version."""
+    _check_version(start, _TOMBSTONE_MAGIC)
+
+
+def _check_version(start: bytes, magic: bytes) -> None:
+    if len(start) >= _START.size:
+        found, version = _START.unpack_from(start)
+        if found == magic and version > VERSION:
+            raise Unsupported(f"version {version}; this kvstore reads {VERSION}")
+
+
 def _parse_trailer(tail: bytes) -> tuple[bytes, int, int, int, int, int, bytes]:
     if len(tail) < TRAILER_BYTES:
         raise Invalid("the object is shorter than a trailer")
     packed = tail[-TRAILER_BYTES : -_SUM.size]
+    _check_version(packed, _TRAILER_MAGIC)
     fields = _TRAILER.unpack(packed)
     (total,) = _SUM.unpack(tail[-_SUM.size :])
     if fields[0] != _TRAILER_MAGIC or total != checksum(packed):

@@ -20,7 +20,7 @@ from kvstore.tiers.base import IO_ALIGNMENT
 from kvstore.tiers.disk.index import Entries
 from kvstore.tiers.s3 import layout
 from kvstore.tiers.s3.client import Client, ListedObject
-from kvstore.tiers.s3.faults import Exists, Invalid, Missing
+from kvstore.tiers.s3.faults import Exists, Invalid, Missing, Unsupported
 from kvstore.tiers.s3.packer import Group
 from kvstore.tiers.s3.segment_index import Segment
 
@@ -39,6 +39,12 @@ class BucketListing:
 
     segments: dict[str, ListedObject] = field(default_factory=dict)
     tombstones: dict[str, list[ListedObject]] = field(default_factory=dict)
+
+    def names(self) -> set[str]:
+        """Names of all objects."""
+        return {item.name for items in self.tombstones.values() for item in items}.union(
+            self.segments
+        )
 
 
 class Objects:
@@ -115,7 +121,10 @@ class Objects:
         return segment if _keys(segment.entries) == _keys(new_footer.entries) else None
 
     def open_segment(self, listed: ListedObject) -> Segment:
-        """Read the footer of a listed segment. Raises Missing, Invalid, TierUnavailable."""
+        """Read the footer of a listed segment.
+
+        Raises Missing, Invalid, Unsupported, TierUnavailable.
+        """
         guess = min(layout.FOOTER_GUESS_BYTES, listed.nbytes)
         if guess < layout.TRAILER_BYTES:
             raise Invalid("the object is shorter than a trailer")
@@ -156,6 +165,8 @@ class Objects:
         try:
             tail = self.client.get(segment.name, None, layout.TRAILER_BYTES).body
             return layout.identity_of(tail) == segment.identity
+        except Unsupported:
+            return False
         except Invalid:
             return True
 
@@ -179,7 +190,7 @@ class Objects:
     def read_tombstone(self, listed: ListedObject, identity: bytes) -> set[int]:
         """The sectors in a tombstone; empty if it belongs to an earlier segment of the same name.
 
-        Raises Missing, Invalid, TierUnavailable.
+        Raises Missing, Invalid, Unsupported, TierUnavailable.
         """
         if not listed.nbytes or listed.nbytes > layout.MAX_TOMBSTONE_BYTES:
             raise Invalid(f"tombstone of {listed.nbytes} bytes")
@@ -187,6 +198,14 @@ class Objects:
             self.client.get(listed.name, 0, listed.nbytes - 1).body
         )
         return sectors if found == identity else set()
+
+    def delete_orphan(self, tombstone: ListedObject) -> None:
+        """Delete a tombstone whose segment does not exist. Raises Unsupported, TierUnavailable."""
+        with contextlib.suppress(Missing):
+            start = min(layout.TOMBSTONE_START_BYTES, tombstone.nbytes)
+            if start:
+                layout.check_tombstone_version(self.client.get(tombstone.name, 0, start - 1).body)
+            self.client.delete(tombstone.name)
 
     # ------------------------------------------------------------------ the whole bucket
 

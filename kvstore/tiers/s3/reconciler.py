@@ -20,7 +20,8 @@ from typing import Final
 from kvstore.blocks.key import Key
 from kvstore.errors import TierError, TierFull
 from kvstore.tiers.s3.client import ListedObject
-from kvstore.tiers.s3.faults import Invalid, Missing
+from kvstore.tiers.s3.faults import Invalid, Missing, Unsupported
+from kvstore.tiers.s3.layout import SEGMENT_SUFFIX
 from kvstore.tiers.s3.objects import BucketListing, Objects
 from kvstore.tiers.s3.segment_index import MAX_SEGMENTS, Segment, SegmentIndex
 
@@ -78,6 +79,8 @@ class Reconciler:
         """Names removed since this round began. Its listing may still contain them."""
         self._invalid: dict[str, str] = {}
         """ETags of invalid objects by name. They are not read again in each round."""
+        self._unsupported: set[str] = set()
+        """Names of objects of later versions. They are not read again, and never deleted."""
         self._first_round = threading.Event()
         self._stopping = threading.Event()
         self._counts = dict.fromkeys(
@@ -108,6 +111,9 @@ class Reconciler:
         return {
             **self._counts,
             "segments": len(self._index.segments),
+            "segments_unsupported": sum(
+                name.endswith(SEGMENT_SUFFIX) for name in self._unsupported
+            ),
             "segments_pending_delete": len(self._pending_deletes),
             "bytes_used": self._index.used_bytes + self._pending_delete_bytes(),
             "bytes_capacity": self._rules.capacity_bytes,
@@ -249,6 +255,7 @@ class Reconciler:
             with self._lock:
                 self._pending_deletes.clear()
                 self._invalid.clear()
+                self._unsupported.clear()
 
     # ------------------------------------------------------------------ rounds
 
@@ -300,6 +307,7 @@ class Reconciler:
             self._invalid = {
                 name: etag for name, etag in self._invalid.items() if name in listing.segments
             }
+            self._unsupported &= listing.names()
 
     def _apply_new_tombstones(self, listing: BucketListing) -> None:
         """Apply other nodes' tombstones to tracked segments."""
@@ -310,11 +318,12 @@ class Reconciler:
                 for item in items
                 if name in self._index.segments
                 and item.name not in self._index.segments[name].tombstones
+                and item.name not in self._unsupported
             ]
         for segment, item in unread:
             sectors = self._read_tombstone(item, segment)
             with self._lock:
-                if self._index.segments.get(segment.name) is segment:
+                if sectors is not None and self._index.segments.get(segment.name) is segment:
                     self._index.apply_tombstone(segment, sectors)
                     segment.tombstones.add(item.name)
 
@@ -338,17 +347,25 @@ class Reconciler:
             if segment is None:
                 continue
             for tombstone in listing.tombstones.get(item.name, []):
-                segment.deleted_sectors |= self._read_tombstone(tombstone, segment)
-                segment.tombstones.add(tombstone.name)
+                sectors = self._read_tombstone(tombstone, segment)
+                if sectors is not None:
+                    segment.deleted_sectors |= sectors
+                    segment.tombstones.add(tombstone.name)
             with self._lock:
                 if not (item.name in self._pending_deletes or item.name in self._recently_removed):
                     self.register(segment)
 
     def _open_segment(self, listed: ListedObject) -> Segment | None:
-        """Read a segment's footer; returns None if the object is invalid or missing."""
+        """Read a segment's footer; returns None if the object is invalid, missing or of a later
+        version."""
         try:
             return self._objects.open_segment(listed)
         except Missing:
+            return None
+        except Unsupported as error:
+            self._set_aside(listed, error)
+            with self._lock:
+                self._invalid[listed.name] = listed.etag
             return None
         except Invalid as error:
             log.warning("%s: not a valid segment: %s", listed.name, error)
@@ -357,11 +374,25 @@ class Reconciler:
                 self._counts["corrupt_segments"] += 1
             return None
 
-    def _read_tombstone(self, tombstone: ListedObject, segment: Segment) -> set[int]:
+    def _set_aside(self, listed: ListedObject, error: Unsupported) -> None:
+        """Record an object of a later version; the first one is logged."""
+        with self._lock:
+            is_first = not self._unsupported
+            self._unsupported.add(listed.name)
+        if is_first:
+            text = "leaving objects of a later version as they are: %s: %s"
+            log.warning(text, listed.name, error)
+
+    def _read_tombstone(self, tombstone: ListedObject, segment: Segment) -> set[int] | None:
+        """The deleted sectors in a tombstone; None if it is of a later version. The blocks that it
+        lists are then found, as before it was written."""
         try:
             return self._objects.read_tombstone(tombstone, segment.identity)
         except Missing:
             return set()
+        except Unsupported as error:
+            self._set_aside(tombstone, error)
+            return None
         except Invalid as error:
             log.warning("%s: not a valid tombstone: %s", tombstone.name, error)
             return set()
@@ -379,8 +410,14 @@ class Reconciler:
         for name, tombstones in listing.tombstones.items():
             if name not in listing.segments:
                 for item in tombstones:
-                    if item.modified_s < oldest_s:
-                        self._objects.client.delete(item.name)
+                    if item.modified_s < oldest_s and item.name not in self._unsupported:
+                        self._delete_orphan(item)
+
+    def _delete_orphan(self, tombstone: ListedObject) -> None:
+        try:
+            self._objects.delete_orphan(tombstone)
+        except Unsupported as error:
+            self._set_aside(tombstone, error)
 
     def _untrack_garbage(self) -> list[Segment]:
         """Untrack segments that are expired, completely deleted, duplicates, or over the capacity.

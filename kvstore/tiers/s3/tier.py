@@ -103,16 +103,18 @@ class S3Tier(Tier):
                     return 0
                 segment, sector, sectors = found
                 nbytes = (sectors - 1) * IO_ALIGNMENT
-                if nbytes > len(payload):
-                    raise FrameTooLarge(
-                        f"payload of {nbytes} bytes does not fit into {len(payload)} bytes"
-                    )
+                fits = nbytes <= len(payload)
                 self._index.touch(segment)
             try:
-                self._objects.read(segment, sector, header[:IO_ALIGNMENT], payload[:nbytes])
+                target = payload[: nbytes if fits else 0]
+                self._objects.read(segment, sector, header[:IO_ALIGNMENT], target)
             except (Missing, Invalid) as error:
                 self._untrack_missing(segment, error)
                 continue
+            if not fits:
+                raise FrameTooLarge(
+                    f"payload of {nbytes} bytes does not fit into {len(payload)} bytes"
+                )
             with self._lock:
                 self._counts["reads"] += 1
                 self._counts["read_bytes"] += sectors * IO_ALIGNMENT
