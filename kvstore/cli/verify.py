@@ -92,7 +92,9 @@ def _print_report(report: VerifyReport) -> None:
     if report.segments_corrupt:
         console.print(f"{report.segments_corrupt} segment files cannot be read")
     if report.segments_unsupported:
-        console.print(f"{report.segments_unsupported} segments of another release: not checked")
+        console.print(
+            f"{report.segments_unsupported} segments of another release: not fully checked"
+        )
     for reason, frames in report.unsupported.items():
         console.print(f"{frames} frames of another release: not checked: {reason}", markup=False)
     if not report.corrupt:

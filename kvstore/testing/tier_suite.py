@@ -22,7 +22,7 @@ import pytest
 
 from kvstore.blocks.frame import aligned_buffer
 from kvstore.blocks.key import Key
-from kvstore.errors import TierError
+from kvstore.errors import FrameTooLarge, TierError
 from kvstore.testing.frames import FrameBuffer, block_of, key_of
 from kvstore.tiers.base import IO_ALIGNMENT, Tier
 
@@ -129,8 +129,12 @@ class TierSuite:
         self, tier: Tier, buffer: FrameBuffer
     ) -> None:
         tier.write(*buffer.fill(key_of(1), 2 * IO_ALIGNMENT))
-        with pytest.raises(TierError):
-            tier.read(key_of(1), buffer.header, aligned_buffer(IO_ALIGNMENT))
+        header = bytes(buffer.header)
+        for payload in (aligned_buffer(IO_ALIGNMENT), aligned_buffer(IO_ALIGNMENT)[:0]):
+            buffer.header[:] = bytes(IO_ALIGNMENT)
+            with pytest.raises(FrameTooLarge):
+                tier.read(key_of(1), buffer.header, payload)
+            assert bytes(buffer.header) == header
         assert (
             buffer.version_of(key_of(1), tier.read(key_of(1), buffer.header, buffer.payload)) == 0
         )

@@ -93,8 +93,8 @@ def test_configured_limits_are_applied(tmp_path: Path) -> None:
         assert stats["l2"]["tenants"] == {"small": 2, "large": 6}
         assert stats["tiers"]["disk"]["quota_evictions"] == 3
         assert stats["tiers"]["disk"]["blocks"] == 3 + 6
-        quotas = store.warmer.tiers[0]
-        assert isinstance(quotas, TenantQuotas)
+        layers = iter_layers(store.warmer.tiers[0])
+        quotas = next(layer for layer in layers if isinstance(layer, TenantQuotas))
         # RateLimit is outside of the timeout and the breaker: its wait is not an error of the tier.
         assert isinstance(quotas.inner, RateLimit)
         assert isinstance(quotas.inner.inner, CircuitBreaker)

@@ -79,17 +79,16 @@ def write_header(files: Files, fd: int, identity: SegmentIdentity) -> None:
 def read_identity(files: Files, fd: int) -> tuple[SegmentIdentity, bool]:
     """The identity from the header, or from the trailer if the header is corrupt.
 
-    The second value says whether the header is corrupt. Raises SegmentInvalid (both are corrupt),
-    SegmentUnsupported (the header, or the trailer of a corrupt header), OSError.
+    The second value says whether the header is corrupt: also if only its version differs from that
+    of the trailer. Raises SegmentInvalid (both are corrupt), SegmentUnsupported, OSError.
     """
     sector = aligned_buffer(SECTOR_BYTES)
     if files.read_at(fd, [sector], 0) != SECTOR_BYTES:
         raise SegmentInvalid("the file is shorter than one sector")
     try:
         return SegmentIdentity(*_unpack_sector(_HEADER, _HEADER_MAGIC, sector)), False
-    except SegmentUnsupported:
-        raise
     except SegmentInvalid as error:
+        claimed = _HEADER.unpack_from(sector)[3:6]
         end = os.fstat(fd).st_size // SECTOR_BYTES * SECTOR_BYTES
         if files.read_at(fd, [sector], end - SECTOR_BYTES) != SECTOR_BYTES:
             raise
@@ -102,6 +101,8 @@ def read_identity(files: Files, fd: int) -> tuple[SegmentIdentity, bool]:
                 raise
             except SegmentInvalid:
                 continue
+            if isinstance(error, SegmentUnsupported) and claimed != (sequence_no, nbytes, secret):
+                break
             return SegmentIdentity(sequence_no, nbytes, secret, created_ms), True
         raise error from None
 

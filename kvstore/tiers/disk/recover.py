@@ -98,11 +98,7 @@ def recover(files: Files, directory: str, limits: DiskLimits, max_segments: int)
                 files.unlink(path)
                 continue
             result.segments.append(segment)
-            try:
-                _load_entries(files, segment, result)
-            except SegmentUnsupported as error:
-                files.close(result.segments.pop().fd)
-                result.unsupported.add(path, error)
+            _load_entries(files, segment, result)
         if len(result.segments) > max_segments:
             raise ConfigError(
                 f"{directory!r} contains more than {max_segments} segments; move some away, or use "
@@ -169,11 +165,10 @@ def _load_entries(files: Files, segment: Segment, result: RecoveryResult) -> Non
             entries.add(frame.header.key, frame.sector, frame.sectors)
     segment.restore_entries(entries, end)
     result.torn += len(torn)
-    if segment.unsupported_frames:
+    if segment.left_as_it_is:
+        frames = segment.unsupported_frames
         log.warning(
-            "%s has %d frames of another release; it is left as it is",
-            segment.path,
-            segment.unsupported_frames,
+            "%s: left as it is: another release wrote %d frames, or its index", segment.path, frames
         )
     if torn:
         log.warning("%s: dropped %d incomplete or corrupt frames", segment.path, len(torn))

@@ -45,7 +45,9 @@ def scan_frames(files: Files, segment: Segment, start: int = 1) -> Iterator[Scan
     while (view := window.sector_at(sector)) is not None:
         header = decode_header_at(segment, view, sector)
         if header is None:
-            segment.unsupported_frames += bool(unsupported_reason(view))
+            if unsupported_reason(view):
+                segment.unsupported_frames += 1
+                segment.left_as_it_is = True
             sector += 1
             continue
         sectors = 1 + header.payload_bytes // SECTOR_BYTES

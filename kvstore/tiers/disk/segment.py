@@ -33,8 +33,10 @@ from kvstore.tiers.disk.layout import (
     SEALED,
     SECRET_BYTES,
     SUFFIX,
+    Footer,
     SegmentIdentity,
     SegmentInvalid,
+    SegmentUnsupported,
     read_footer,
     read_identity,
     write_footer,
@@ -78,8 +80,10 @@ class Segment:
         self.truncated = False
         """The file is shorter than its header says: read only."""
         self.unsupported_frames = 0
-        """Number of frames of other releases that a scan found. If there are any, no footer is
-        written, because its index would not have them, and no frames are appended."""
+        """Number of frames of other releases that a scan found."""
+        self.left_as_it_is = False
+        """There are such frames, or an index of a later version: no footer is written, because it
+        would not have all that this one has, and no frames are appended."""
         self.seal_pending = False
         """The syncer has to write the footer."""
         self.sealed = False
@@ -108,7 +112,7 @@ class Segment:
     @property
     def read_only(self) -> bool:
         """Whether no frames may be appended."""
-        return self.truncated or self.unsupported_frames > 0
+        return self.truncated or self.left_as_it_is
 
     # ------------------------------------------------------------------ room
 
@@ -218,10 +222,9 @@ class Segment:
         """Sync the frames, then write the footer. Raises OSError.
 
         The caller guarantees that no write is in progress, and that none starts before `reopen`.
-        The footer itself is not synced: a segment with a missing or partial footer is scanned. One
-        with unsupported frames gets none.
+        The footer itself is not synced: a segment with a missing or partial footer is scanned.
         """
-        if self.unsupported_frames:
+        if self.left_as_it_is:
             return
         with self.file_lock:
             self.sync(files)
@@ -246,7 +249,7 @@ class Segment:
 
     def load_footer(self, files: Files) -> bool:
         """Load entries, tombstones and the end from the footer; returns False if it is invalid."""
-        footer = read_footer(files, self.fd, self.identity, SEALED)
+        footer = self._read_footer(files, SEALED)
         if footer is None:
             return False
         self.restore_entries(footer.entries, footer.next_sector)
@@ -256,7 +259,7 @@ class Segment:
 
     def load_checkpoint(self, files: Files) -> bool:
         """Load entries from a checkpoint, if there is one. Frames may follow at `next_sector`."""
-        footer = read_footer(files, self.fd, self.identity, CHECKPOINT)
+        footer = self._read_footer(files, CHECKPOINT)
         if footer is None:
             return False
         self.restore_entries(footer.entries, footer.next_sector)
@@ -309,6 +312,13 @@ class Segment:
         tombstones = self.tombstones[first : first + SECTOR_BYTES]
         scratch[: len(tombstones)] = tombstones
         files.write_at(self.fd, [scratch], self.tombstones_sector * SECTOR_BYTES + first)
+
+    def _read_footer(self, files: Files, magic: bytes) -> Footer | None:
+        try:
+            return read_footer(files, self.fd, self.identity, magic)
+        except SegmentUnsupported:
+            self.left_as_it_is = True
+            return None
 
     def _write_footer(self, files: Files, entries: Entries, next_sector: int, magic: bytes) -> int:
         return write_footer(files, self.fd, self.identity, entries, next_sector, magic)

@@ -54,7 +54,8 @@ class VerifyReport:
     segments_corrupt: int = 0
     """Number of unreadable segment files: header and trailer are corrupt."""
     segments_unsupported: int = 0
-    """Number of segment files of later versions. Their frames are not checked."""
+    """Number of segments that are not, or not completely, checked: files of a later version, and
+    files with frames or an index of another release."""
     segments_unsealed: int = 0
     """Number of segments without a valid footer, after a kill or because it is corrupt. They are
     scanned for frames."""
@@ -107,7 +108,8 @@ class _Verifier:
             try:
                 segment = Segment.open(self._files, path, writable=False)
             except SegmentUnsupported as error:
-                self._record_unsupported(path, error)
+                log.warning("%s: segment of another release: %s", path, error)
+                self._report.segments_unsupported += 1
             except SegmentInvalid as error:
                 log.warning("%s: unreadable segment: %s", path, error)
                 self._report.segments_corrupt += 1
@@ -117,17 +119,11 @@ class _Verifier:
                 try:
                     for at in self._check_segment(segment):
                         self._progress(done + min(at, size), total)
-                except SegmentUnsupported as error:
-                    self._record_unsupported(path, error)
                 finally:
                     self._files.close(segment.fd)
             done += size
             self._progress(done, total)
         return self._report
-
-    def _record_unsupported(self, path: str, error: SegmentUnsupported) -> None:
-        log.warning("%s: segment of another release: %s", path, error)
-        self._report.segments_unsupported += 1
 
     def _check_segment(self, segment: Segment) -> Iterator[int]:
         """Check one segment; yields the number of bytes done."""
@@ -137,6 +133,7 @@ class _Verifier:
                 self._check_codec(found.header)
                 self._record(segment, found.sector, found.sectors, found.header.key, found.error)
                 yield (found.sector + found.sectors) * SECTOR_BYTES
+            self._report.segments_unsupported += segment.left_as_it_is
             self._report.frames += segment.unsupported_frames
             self._count_unsupported("frame header of another release", segment.unsupported_frames)
             return

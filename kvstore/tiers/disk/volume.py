@@ -90,7 +90,8 @@ class Volume:
     def stats(self) -> dict[str, int]:
         """Statistics of this directory. The caller owns the lock."""
         used = {"bytes_used": self._total_bytes, "segments": len(self._segments)}
-        return {**used, "segments_unsupported": len(self._unsupported)}
+        left = sum(segment.left_as_it_is for segment in self._segments.values())
+        return {**used, "segments_unsupported": len(self._unsupported) + left}
 
     # ------------------------------------------------------------------ references
 
@@ -314,7 +315,7 @@ class Volume:
 
         Not with a TTL: the bytes of expired blocks must be deleted, not only become unreachable.
         """
-        unused = removed.refs == 1 and not removed.truncated and not removed.sync_error
+        unused = removed.refs == 1 and not removed.read_only and not removed.sync_error
         return unused and removed.nbytes == self._limits.segment_bytes and not self._limits.ttl_ms
 
     def _reclaim_segment(self, deadline_s: float) -> bool:
