@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis_rig import Certificates, Proxy, Server, redis_binary, valkey_binary, wait_until
 
+from kvstore.blocks.frame import decode_header, pack_header
 from kvstore.blocks.key import Key
-from kvstore.errors import TierError
+from kvstore.errors import FrameUnsupported, TierError
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.tier_suite import KIB, TierSuite
 from kvstore.tiers import redis as redis_tier
@@ -22,6 +23,7 @@ from kvstore.tiers.base import IO_ALIGNMENT, Tier
 from kvstore.tiers.redis.info import parse_info
 from kvstore.tiers.redis.keys import decode_name, encode_name, scan_pattern
 from kvstore.tiers.redis.tier import RedisTier
+from kvstore.tiers.unsupported import UnsupportedFrames
 
 
 class RedisSuite(TierSuite):
@@ -228,6 +230,58 @@ def test_a_foreign_value_is_a_miss_and_is_replaced(
     assert buffer.version_of(key, tier.read(key, buffer.header, buffer.payload)) == 0
     assert tier.stats()["foreign"] == 2
     assert list(tier.usage()) == [(key, 3 * IO_ALIGNMENT)]
+
+
+# ---------------------------------------------------------------------- other releases
+
+LATER: dict[str, bytes] = {
+    "shorter than a header": b"KVFRAM\2\0" + b"x" * 100,
+    "its beginning only": b"KVFRAM\2\0",
+    "no whole pages": b"KVFRAM\xff\xff" + b"x" * 20_000,
+    "too long to discard": b"KVFRAM\2\0" + b"x" * (4 << 20),
+    "whole pages": b"KVFRAM\2\0".ljust(3 * IO_ALIGNMENT, b"x"),
+    "whole pages, too many": b"KVFRAM\2\0".ljust(40 * IO_ALIGNMENT, b"x"),
+}
+
+
+@pytest.mark.parametrize("ttl", ["0ms", "1h"])
+@pytest.mark.parametrize("kind", LATER)
+def test_a_value_of_a_later_release_is_neither_read_nor_replaced(
+    kind: str, ttl: str, open_: Any, client: Any, buffer: FrameBuffer
+) -> None:
+    tier, key = open_(ttl=ttl, connections=2), key_of(1)
+    client.set(name_of(key), LATER[kind])
+    wrapped = UnsupportedFrames(tier)
+    with pytest.raises(FrameUnsupported, match="frame version"):
+        wrapped.read(key, buffer.header, buffer.payload)
+    with pytest.raises(FrameUnsupported, match="frame version"):
+        tier.write(*buffer.fill(key, 5000))
+    assert client.get(name_of(key)) == LATER[kind]
+    assert tier.stats()["foreign"] == tier.stats()["writes"] == tier.stats()["errors"] == 0
+    tier.write(*buffer.fill(key_of(2), 5000))
+    assert buffer.version_of(key_of(2), tier.read(key_of(2), buffer.header, buffer.payload)) == 0
+
+
+def test_a_write_over_a_frame_with_an_unknown_codec_fails(
+    open_: Any, client: Any, buffer: FrameBuffer
+) -> None:
+    tier = open_()
+    key, header, payload = buffer.fill(key_of(1), 5000)
+    old = decode_header(header)
+    pack_header(
+        header,
+        key=key,
+        codec="later/1",
+        raw_bytes=old.raw_bytes,
+        stored_bytes=old.stored_bytes,
+        raw_sum=old.raw_sum,
+        stored_sum=old.stored_sum,
+    )
+    tier.write(key, header, payload)
+    stored = client.get(name_of(key))
+    with pytest.raises(FrameUnsupported, match="unknown codec 'later/1'"):
+        tier.write(*buffer.fill(key_of(1), 5000))
+    assert client.get(name_of(key)) == stored
 
 
 def test_a_whole_frame_too_large_for_the_buffer_stays(open_: Any, buffer: FrameBuffer) -> None:

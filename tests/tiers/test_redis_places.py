@@ -27,13 +27,16 @@ from redis_rig import (
 
 from kvstore.blocks.key import Key
 from kvstore.config.settings import validate
-from kvstore.errors import ConfigError, TierError, TierUnavailable
+from kvstore.errors import ConfigError, FrameUnsupported, TierError, TierUnavailable
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.processes import PACKAGE_PARENT
 from kvstore.tiers import redis as redis_tier
+from kvstore.tiers.base import IO_ALIGNMENT, Tier
+from kvstore.tiers.redis import tier as tier_module
 from kvstore.tiers.redis.address import address_of
 from kvstore.tiers.redis.keys import encode_name
 from kvstore.tiers.redis.tier import RedisTier
+from kvstore.tiers.unsupported import UnsupportedFrames
 
 KIB = 1 << 10
 SECRET = "very secret indeed"
@@ -56,7 +59,7 @@ def open_() -> Iterator[Callable[..., RedisTier]]:
         yield open_tier
 
 
-def good(tier: RedisTier, buffer: FrameBuffer, key: Key) -> bool:
+def good(tier: Tier, buffer: FrameBuffer, key: Key) -> bool:
     length = tier.read(key, buffer.header, buffer.payload)
     assert not length or buffer.version_of(key, length) == 0
     return bool(length)
@@ -229,6 +232,33 @@ def test_a_slot_that_moves_is_followed(open_: Any, cluster: Cluster, buffer: Fra
         tier.write(*buffer.fill(moving, 7000))
         assert old.exists(name)
         assert good(tier, buffer, moving)
+
+
+@pytest.mark.parametrize("nbytes", [8, 100, 20_000, 3 * IO_ALIGNMENT, 40 * IO_ALIGNMENT])
+def test_a_value_of_a_later_release_is_left_on_its_way_too(
+    open_: Any,
+    cluster: Cluster,
+    buffer: FrameBuffer,
+    nbytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The path of values with many redirects: by redis-py's client."""
+    monkeypatch.setattr(tier_module, "REDIRECT_TRIES", 0)
+    tier, key = UnsupportedFrames(open_(cluster=cluster.addresses)), key_of(1)
+    value = b"KVFRAM\2\0".ljust(nbytes, b"x")
+    name = encode_name("kvstore", key)
+    with contextlib.closing(cluster.owner_of(name).client()) as client:
+        client.set(name, value)
+        with pytest.raises(FrameUnsupported, match="frame version 2"):
+            tier.read(key, buffer.header, buffer.payload[:IO_ALIGNMENT])
+        with pytest.raises(FrameUnsupported, match="frame version 2"):
+            tier.inner.write(*buffer.fill(key, 5000))
+        assert client.get(name) == value
+        client.delete(name)
+    tier.delete([key])
+    tier.write(*buffer.fill(key, 5000))
+    assert good(tier, buffer, key)
+    tier.delete([key])
 
 
 def test_a_value_read_on_its_way_between_nodes_is_checked_too(

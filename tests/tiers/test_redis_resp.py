@@ -86,7 +86,9 @@ def test_a_frame_arrives_whole_however_it_is_cut(pages: int, cut: list[int]) -> 
 @given(nbytes=st.integers(0, 70_000), cut=cuts)
 def test_any_value_is_taken_to_its_end(nbytes: int, cut: list[int]) -> None:
     stream = Stream(bulk(noise(nbytes)), cut)
-    value, _ = value_of(stream, IO_ALIGNMENT)
+    value, data = value_of(stream, IO_ALIGNMENT)
+    start = data[:IO_ALIGNMENT]
+    assert start == noise(nbytes)[:IO_ALIGNMENT].ljust(IO_ALIGNMENT, b"\0"), "the first bytes"
     if nbytes % IO_ALIGNMENT or nbytes < 2 * IO_ALIGNMENT:
         assert value.kind is ValueKind.FOREIGN
     else:
@@ -99,7 +101,8 @@ def test_any_value_is_taken_to_its_end(nbytes: int, cut: list[int]) -> None:
 
 def test_a_value_too_long_to_throw_away_is_left() -> None:
     stream = Stream(bulk(noise(resp.MAX_DRAIN_BYTES + 8 * IO_ALIGNMENT)))
-    value, _ = value_of(stream)
+    value, data = value_of(stream)
+    assert data[:IO_ALIGNMENT] == noise(IO_ALIGNMENT)
     assert value == Value(
         ValueKind.TOO_LARGE, resp.MAX_DRAIN_BYTES + 7 * IO_ALIGNMENT, drained=False
     )
