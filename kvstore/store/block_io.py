@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_NO_MAGIC = bytes(len(frame.MAGIC))
+"""Start of a header that the tier has not returned."""
 _checking: set[tuple[int, Key]] = set()
 """(id of a tier, key) of each corrupt block that a thread re-reads before deleting it."""
 _checking_lock = threading.Lock()
@@ -81,9 +83,12 @@ def read_block(
     def read() -> TransferResult:
         target = slot if direct else staging.payload
         started_s = time.perf_counter()
+        staging.header[: len(_NO_MAGIC)] = _NO_MAGIC
         try:
             length = tier.read(key, staging.header, target)
-        except FrameTooLarge as error:  # it cannot be a block of this key
+        except FrameTooLarge as error:
+            _check_too_large(staging.header, error)
+            # In this release no block of the key has that size.
             raise FrameInvalid(str(error)) from None
         if length == 0:
             return TransferResult(LoadOutcome.MISSING, reason="missing")
@@ -121,9 +126,16 @@ def read_frame(tier: Tier, key: Key, header: memoryview, payload: memoryview) ->
     """
 
     def read() -> int:
-        length = tier.read(key, header, payload)
+        header[: len(_NO_MAGIC)] = _NO_MAGIC
+        try:
+            length = tier.read(key, header, payload)
+        except FrameTooLarge as error:
+            _check_too_large(header, error)
+            raise
         if length:
-            frame.verify_stored(frame.parse_header(header, key), payload[:length])
+            parsed = frame.parse_header(header, key)
+            frame.verify_stored(parsed, payload[:length])
+            codecs.codec_by_frame_id(parsed.codec)
         return length
 
     return _read_verified(tier, key, read)
@@ -144,7 +156,9 @@ def _read_verified(tier: Tier, key: Key, read: Callable[[], T]) -> T:
     """
     try:
         return read()
-    except FrameUnsupported:
+    except FrameUnsupported as error:
+        if isinstance(tier, UnsupportedFrames):
+            tier.hide(key, error)
         raise
     except FrameInvalid as error:
         log.warning("tier %s: corrupt block: %s", tier.name, error)
@@ -163,6 +177,14 @@ def _read_verified(tier: Tier, key: Key, read: Callable[[], T]) -> T:
             with _checking_lock:
                 _checking.discard(checked)
         raise
+
+
+def _check_too_large(header: memoryview, error: FrameTooLarge) -> None:
+    """Raise FrameUnsupported for a frame of another release that does not fit into the buffer. A
+    later release may store more bytes for the same block."""
+    if header[: len(_NO_MAGIC)] == _NO_MAGIC:
+        raise FrameUnsupported(f"frame of an unknown format: {error}") from None
+    codecs.check_supported(header)
 
 
 def unpack_block(header: FrameHeader, payload: memoryview, slot: memoryview) -> None:

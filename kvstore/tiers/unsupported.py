@@ -63,24 +63,9 @@ class UnsupportedFrames(Wrapper):
         return found
 
     def read(self, key: Key, header: memoryview, payload: memoryview) -> int:
-        """Read a frame. A hidden key is a miss.
-
-        Raises FrameUnsupported: the frame is of another release, and is hidden from now on.
-        """
-        if self._is_hidden(key):
-            return 0
-        header[:IO_ALIGNMENT] = _NO_HEADER
-        try:
-            length = self.inner.read(key, header, payload)
-            if length:
-                check_supported(header)
-        except FrameTooLarge as error:
-            self._check_too_large(key, header, error)
-            raise
-        except FrameUnsupported as error:
-            self._hide(key, error)
-            raise
-        return length
+        """Read a frame. A hidden key is a miss. The caller passes a frame that it does not
+        understand to `hide`."""
+        return 0 if self._is_hidden(key) else self.inner.read(key, header, payload)
 
     def write(self, key: Key, header: memoryview, payload: memoryview) -> None:
         """Write a frame. Raises FrameUnsupported: the tier has one of another release."""
@@ -88,7 +73,7 @@ class UnsupportedFrames(Wrapper):
         try:
             self.inner.write(key, header, payload)
         except FrameUnsupported as error:
-            self._hide(key, error, writes=1)
+            self.hide(key, error, writes=1)
             raise
 
     def delete(self, keys: Sequence[Key]) -> None:
@@ -114,6 +99,29 @@ class UnsupportedFrames(Wrapper):
             }
         return {**self.inner.stats(), **own}
 
+    def hide(self, key: Key, error: FrameUnsupported, *, writes: int = 0) -> None:
+        """Hide a key and count its frame. The first frame of a kind is logged.
+
+        error: its text is the kind. writes: number of writes that the frame prevented.
+        """
+        kind = str(error)
+        with self._lock:
+            self._frames += key not in self._hidden
+            self._writes += writes
+            self._hidden[key] = (self._clock() + RECHECK_S, kind)
+            if len(self._hidden) > MAX_HIDDEN:
+                self._hidden.popitem(last=False)
+            is_new = kind not in self._kinds and len(self._kinds) < MAX_KINDS
+            if is_new:
+                self._kinds.add(kind)
+        if is_new:
+            log.warning(
+                "tier %s: unsupported %s: a miss, and not deleted; another release wrote it. "
+                "Further frames of this kind are counted only",
+                self.name,
+                kind,
+            )
+
     def check_stored(self, key: Key, header: memoryview) -> None:
         """Check a key that the tier contains already: a write of it would change nothing.
 
@@ -125,24 +133,15 @@ class UnsupportedFrames(Wrapper):
         if not (self._hidden or self.sole_writer):
             return
         self._reject_hidden(key)
+        header[:IO_ALIGNMENT] = _NO_HEADER
         try:
-            self.read(key, header, _EMPTY)
-        except FrameTooLarge:
-            return  # every payload is: the header was checked
-        except FrameUnsupported:
-            with self._lock:
-                self._writes += 1
-            raise
-
-    def _check_too_large(self, key: Key, header: memoryview, error: FrameTooLarge) -> None:
-        """Raise FrameUnsupported if this frame, which was not read, is of another release."""
-        try:
-            if header[:IO_ALIGNMENT] == _NO_HEADER:
-                raise FrameUnsupported(f"frame of an unknown format: {error}")
-            check_supported(header)
-        except FrameUnsupported as unsupported:
-            self._hide(key, unsupported)
-            raise unsupported from None
+            self.inner.read(key, header, _EMPTY)
+        except FrameTooLarge:  # as every frame is
+            try:
+                check_supported(header)
+            except FrameUnsupported as error:
+                self.hide(key, error, writes=1)
+                raise
 
     def _is_hidden(self, key: Key) -> bool:
         if not self._hidden:
@@ -165,23 +164,3 @@ class UnsupportedFrames(Wrapper):
             del self._hidden[key]
             return ""
         return reason
-
-    def _hide(self, key: Key, error: FrameUnsupported, writes: int = 0) -> None:
-        """Hide a key, count its frame, and log the first frame of a kind."""
-        kind = str(error)
-        with self._lock:
-            self._frames += key not in self._hidden
-            self._writes += writes
-            self._hidden[key] = (self._clock() + RECHECK_S, kind)
-            if len(self._hidden) > MAX_HIDDEN:
-                self._hidden.popitem(last=False)
-            is_new = kind not in self._kinds and len(self._kinds) < MAX_KINDS
-            if is_new:
-                self._kinds.add(kind)
-        if is_new:
-            log.warning(
-                "tier %s: unsupported %s: a miss, and not deleted; another release wrote it. "
-                "Further frames of this kind are counted only",
-                self.name,
-                kind,
-            )

@@ -28,6 +28,7 @@ from redis_rig import (
 from kvstore.blocks.key import Key
 from kvstore.config.settings import validate
 from kvstore.errors import ConfigError, FrameUnsupported, TierError, TierUnavailable
+from kvstore.store import block_io
 from kvstore.testing.frames import FrameBuffer, key_of
 from kvstore.testing.processes import PACKAGE_PARENT
 from kvstore.tiers import redis as redis_tier
@@ -250,7 +251,7 @@ def test_a_value_of_a_later_release_is_left_on_its_way_too(
     with contextlib.closing(cluster.owner_of(name).client()) as client:
         client.set(name, value)
         with pytest.raises(FrameUnsupported, match="frame version 2"):
-            tier.read(key, buffer.header, buffer.payload[:IO_ALIGNMENT])
+            block_io.read_frame(tier, key, buffer.header, buffer.payload[:IO_ALIGNMENT])
         with pytest.raises(FrameUnsupported, match="frame version 2"):
             tier.inner.write(*buffer.fill(key, 5000))
         assert client.get(name) == value

@@ -80,10 +80,10 @@ class Rig:
 
     def look(self, key: Key) -> None:
         with pytest.raises(FrameUnsupported, match="version 2"):
-            self.tier.read(key, self.buffer.header, self.buffer.payload)
+            self.read(key)
 
     def read(self, key: Key) -> int:
-        return self.tier.read(key, self.buffer.header, self.buffer.payload)
+        return block_io.read_frame(self.tier, key, self.buffer.header, self.buffer.payload)
 
     def count(self, name: str) -> Any:
         return self.tier.stats()[f"unsupported_{name}"]
