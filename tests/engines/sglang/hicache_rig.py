@@ -19,6 +19,8 @@ DRIVER = HERE.parents[3] / "shared" / "conformance" / "sglang_cpu_e2e.py"
 LAYERS, HEADS, WIDTH, TOKENS = 4, 8, 128, 16
 """The driver's model; a page of bfloat16 has 262,144 bytes."""
 PAGE_BYTES = LAYERS * HEADS * WIDTH * TOKENS * 2 * 2
+RESERVE_BYTES = 256 << 20
+"""Memory that SGLang's host pools must leave free."""
 SEQUENCES, PAGES = 2, 20
 """Number of sequences of one drive, and pages of each. SGLang prefetches at least 256 tokens."""
 
@@ -43,6 +45,10 @@ def driver() -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    from sglang.srt.mem_cache.pool_host import base
+
+    # SGLang leaves 10 GiB of the machine's memory alone; the pools of these tests are small.
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = RESERVE_BYTES
     logging.getLogger("sglang").setLevel(logging.WARNING)
     return module
 

@@ -6,15 +6,12 @@ from __future__ import annotations
 import json
 import logging
 import urllib.request
-from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-from hicache_rig import HEADS, LAYERS, PAGE_BYTES, TOKENS, WIDTH, absent, driver, extra
+from hicache_rig import PAGE_BYTES, absent, extra
+from instance_rig import LENGTH, PAGES, SLOTS, Instance, sequence
 from sidecar_rig import ForkedSidecar, disk, wait_until
 
 from kvstore.connectors.sglang.copies import Copies, Extents
@@ -24,13 +21,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(absent()), reason=absent()),
 ]
-
-PAGES = 120
-"""Pages of a sequence: one batch of the controller, in four parts of at most a quarter of the slab.
-The last part has 24 pages: SGLang requests at least 16 at once."""
-SLOTS = 128
-LENGTH = PAGES * TOKENS
-
 
 class KillingCopies(Copies):
     """Kills the sidecar when the copies of the second part of a batch are about to run, once."""
@@ -53,110 +43,11 @@ class KillingCopies(Copies):
             self._sidecar.kill()
 
 
-class Instance:
-    """SGLang's tree and controller over a new backend; all memory is empty."""
-
-    def __init__(self, chosen: dict[str, Any], folder: Path) -> None:
-        drive = driver()
-        drive.Drive.cfg = drive.CacheConfig(
-            page_size=TOKENS,
-            kv_size=4 * LENGTH,
-            max_context_len=2 * LENGTH,
-            num_layers=LAYERS,
-            head_num=HEADS,
-            head_dim=WIDTH,
-        )
-        options = SimpleNamespace(core="python", layout="page_first", backend="dynamic")
-        self.fixture, self.cache, self.device, self.requests = drive.make(
-            options, chosen, str(folder)
-        )
-        self.backend = self.cache.cache_controller.storage_backend
-        (self._page_pool,) = self.backend._page_pools._page_pools.values()
-        self.prefetches = 0
-
-    def killing(self, sidecar: ForkedSidecar) -> KillingCopies:
-        """Kill the sidecar in the middle of the next batch."""
-        copies = KillingCopies(sidecar)
-        self._page_pool._copies = copies
-        return copies
-
-    def connected(self) -> bool:
-        """True if the backend is connected to a sidecar."""
-        return bool(self._page_pool._client._store.connected)
-
-    def compute(self, tokens: array[int], seed: int) -> list[torch.Tensor]:
-        """Fill the KV of a sequence and let the controller back it up; returns K and V by layer."""
-        pool = self.device.get_kvcache()
-        slots = self.device.alloc(LENGTH)
-        noise = torch.Generator().manual_seed(seed)
-        kept = []
-        for buffer in _buffers(pool):
-            rows = torch.randn((LENGTH, *buffer.shape[1:]), generator=noise).to(buffer.dtype)
-            buffer[slots] = rows
-            kept.append(rows)
-        drive = driver()
-        self.cache.insert(drive.InsertParams(key=drive.RadixKey(tokens), value=slots.clone()))
-        self.cache.flush_pending_backups()
-        cache = self.cache
-
-        def backed_up() -> bool:
-            queue = cache.cache_controller.backup_queue
-            return not cache.ongoing_write_through and not cache.ongoing_backup and queue.empty()
-
-        drive.pump(cache, backed_up, "the backup ends")
-        return kept
-
-    def restore(self, tokens: array[int], right: list[torch.Tensor]) -> int:
-        """Prefetch a sequence, load it, compare every byte; returns the number of loaded tokens."""
-        drive = driver()
-        self.prefetches += 1
-        handle = drive.CacheRequestHandle(f"request {self.prefetches}", 0)
-        match = self._match(tokens)
-        assert (match.device_prefix_len, match.host_hit_length) == (0, 0), "requested once"
-        self.cache.prefetch_from_storage(handle, match.last_host_node, tokens)
-        if self.cache.has_ongoing_prefetch(handle):
-            done = lambda: self.cache.check_prefetch_progress(handle)  # noqa: E731
-            drive.pump(self.cache, done, "the prefetch ends")
-        match = self._match(tokens)
-        if match.host_hit_length:
-            request = self.fixture._make_req(self.requests)
-            self.fixture._apply_match_to_req(request, match)
-            self.cache.init_load_back(
-                drive.InitLoadBackParams(
-                    best_match_node=match.best_match_node,
-                    host_hit_length=match.host_hit_length,
-                    mem_quota=None,
-                    req=request,
-                )
-            )
-            self.cache.ready_to_load_host_cache()
-            drive.pump(self.cache, lambda: not self.cache.ongoing_load_back, "load back")
-        match = self._match(tokens)
-        came = int(match.device_prefix_len)
-        if came:
-            slots = self.cache.path_device_indices(match.last_device_node)
-            for buffer, rows in zip(_buffers(self.device.get_kvcache()), right, strict=True):
-                got = buffer[slots][:came]
-                assert torch.equal(got.view(torch.uint8), rows[:came].view(torch.uint8))
-        return came
-
-    def stop(self) -> None:
-        self.cache.cache_controller._stop_storage_threads()
-        self.backend.close()
-
-    def _match(self, tokens: array[int]) -> Any:
-        drive = driver()
-        return self.cache.match_prefix(drive.MatchPrefixParams(key=drive.RadixKey(tokens)))
-
-
-def _buffers(pool: Any) -> list[torch.Tensor]:
-    return [
-        each for n in range(LAYERS) for each in (pool.get_key_buffer(n), pool.get_value_buffer(n))
-    ]
-
-
-def sequence(number: int) -> array[int]:
-    return array("q", range(100_000 * number, 100_000 * number + LENGTH))
+def killing(instance: Instance, sidecar: ForkedSidecar) -> KillingCopies:
+    """Kill the sidecar in the middle of the instance's next batch."""
+    copies = KillingCopies(sidecar)
+    instance.page_pool._copies = copies
+    return copies
 
 
 @pytest.fixture
@@ -184,7 +75,7 @@ def test_a_kill_while_the_controller_reads(sidecar: ForkedSidecar, tmp_path: Pat
     writer.stop()
 
     reader = Instance(extra(sidecar.socket), tmp_path)
-    copies = reader.killing(sidecar)
+    copies = killing(reader, sidecar)
     came = reader.restore(first, right)
     assert copies.left <= 0, "it was killed"
     assert 0 < came < LENGTH, "the head of the batch arrived, its tail did not"
@@ -201,7 +92,7 @@ def test_a_kill_while_the_controller_writes(
     sidecar: ForkedSidecar, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = Instance(extra(sidecar.socket), tmp_path)
-    copies = writer.killing(sidecar)
+    copies = killing(writer, sidecar)
     caplog.set_level(logging.WARNING)
     first, second = sequence(1), sequence(2)
     right = writer.compute(first, 1)
