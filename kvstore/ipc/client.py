@@ -59,7 +59,7 @@ RESPONSE_TIMEOUT_S: Final = 2.0
 """Silence after which the sidecar counts as unresponsive."""
 HANDSHAKE_TIMEOUT_S: Final = 5.0
 BACKOFF_FIRST_S: Final = 0.05
-BACKOFF_MAX_S: Final = 1.0
+BACKOFF_MAX_S: Final = 0.1
 COUNTERS: Final = (
     "connections",
     "requests",
@@ -263,6 +263,7 @@ class Client(LocalLookups):
                 return
             if not isinstance(operation, Match):
                 connection.open_operations += 1
+            connection.unanswered = True
             if connection.waiting_since_s is None:
                 connection.waiting_since_s = time.monotonic()
         request = pack(message_type, operation.operation_id, operation.hashes[:MAX_HASHES])
@@ -385,7 +386,7 @@ class Client(LocalLookups):
 
     def _on_message(self, connection: SidecarConnection, message: list[Any]) -> None:
         with self._changed:
-            connection.unresponsive = connection.ping_sent = False
+            connection.unresponsive = connection.ping_sent = connection.unanswered = False
             connection.waiting_since_s = time.monotonic()
             if message[0] == MessageType.UPDATE:
                 self._operations.update(message, connection)
@@ -401,7 +402,7 @@ class Client(LocalLookups):
         fail all open operations."""
         connection.send(connection.drain_lookup_reports())
         with self._changed:
-            waiting = self._operations.is_waiting(connection)
+            waiting = connection.unanswered or self._operations.is_waiting(connection)
             if not waiting or connection.waiting_since_s is None:
                 connection.waiting_since_s = None
                 return

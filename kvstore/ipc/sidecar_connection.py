@@ -70,6 +70,8 @@ class SidecarConnection:
     slab: the sidecar's slab, mapped into this process.
     alive: the stream is open; False once its reader has reached the end.
     unresponsive: no message for longer than the timeout; the sidecar may still recover.
+    unanswered: a request was sent after the latest message. It counts as waiting even if its
+        operation was given up, so that a hung sidecar is noticed.
     shared_index: the sidecar's shared index of L2; None if it has none.
     unacked_commit: the highest operation id before the latest commit. None once the sidecar has
         answered a later operation, because then it has handled the commit.
@@ -96,6 +98,7 @@ class SidecarConnection:
         self.unacked_commit: int | None = None
         self.alive = True
         self.unresponsive = False
+        self.unanswered = False
         self.open_operations = 0
         self.waiting_since_s: float | None = None
         self.ping_sent = False

@@ -9,10 +9,12 @@ HiCache keeps pages in host memory (its own L2) and passes them in batches to a 
 outlives it. Here the backend is the node's sidecar, with disk, Redis or S3 below it. All ranks and
 servers of the node share it. docs/sglang.md has the setup.
 
-Call order: `backend` (SGLang's interface, the only module here that imports sglang) → `page_pools`
+Call order: `backend` (SGLang's interface; only it and `weight_watch` import sglang) → `page_pools`
 (all host pools of a rank) → `page_pool` (the pages of one host pool in one namespace) →
 `shared_client` (one store for several threads) and `copies` (between slots and addresses of the
 host pool). `namespace` describes a host pool, `restorable` has SGLang's rules about side pools.
+`model_identity` names the weights with the help of `server_arguments`, the table of every argument
+of the server; `weight_watch` notices when the weights change.
 """
 
 from __future__ import annotations

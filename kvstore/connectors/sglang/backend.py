@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import sglang
 import torch
@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvstore.connectors.sglang.calls import GuardedCalls
+from kvstore.connectors.sglang.metrics import StorageCounters
 from kvstore.connectors.sglang.model_identity import compute_dtype, model_of, revision_of
 from kvstore.connectors.sglang.page_pools import KV, MEASURED_MAX, PagePools
 from kvstore.connectors.sglang.settings import (
@@ -30,8 +31,11 @@ from kvstore.connectors.sglang.settings import (
     check_parallel,
     check_version,
 )
+from kvstore.connectors.sglang.weight_watch import WeightWatch
 
 log = logging.getLogger("sglang.kvstore")
+
+T = TypeVar("T")
 
 
 class KVStoreBackend(HiCacheStorage):
@@ -42,7 +46,7 @@ class KVStoreBackend(HiCacheStorage):
 
     Raises:
         ConfigError: an unsupported release of SGLang, an unsupported kind of parallelism, an
-            unknown key. SGLang exits with this line.
+            unknown key, weights that cannot be identified. SGLang exits with this line.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, more: Any = None) -> None:
@@ -51,6 +55,7 @@ class KVStoreBackend(HiCacheStorage):
         extra = dict(storage_config.extra_config or {})
         self._settings = backend_settings(extra)
         server_args = _server_args()
+        self._weights = WeightWatch(self._settings.revision, server_args)
         self._page_pools = PagePools(
             self._settings,
             storage_config,
@@ -60,6 +65,8 @@ class KVStoreBackend(HiCacheStorage):
             compute_dtype=compute_dtype(server_args),
         )
         self._calls = GuardedCalls()
+        measured = getattr(storage_config, "enable_storage_metrics", False)
+        self._counters = StorageCounters(storage_config) if measured else None
 
     # SGLang's start. An error here ends it with one line.
 
@@ -71,17 +78,30 @@ class KVStoreBackend(HiCacheStorage):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._page_pools.add_host_pool(host_pool, str(host_pool_name))
 
+    # Every call of a batch.
+
+    def _load(self, what: str, miss: Callable[[], T], call: Callable[[], T]) -> T:
+        """A lookup or a read: a miss if the weights are no longer those of the namespace."""
+        return miss() if self._weights.ended() else self._calls.run(what, miss, call)
+
+    def _save(
+        self, what: str, pool: str, pages: int, miss: Callable[[], T], call: Callable[[], T]
+    ) -> T:
+        """A write of some pages: rejected if other weights than the namespace's computed them."""
+        if not self._weights.ended():
+            return self._calls.run(what, miss, call)
+        self._calls.run(what, lambda: None, lambda: self._page_pools.reject(pool, pages))
+        return miss()
+
     # Zero copy: KV, and side pools.
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        return self._calls.run(
-            "batch_exists", int, lambda: self._page_pools.cached_prefix_len(keys)
-        )
+        return self._load("batch_exists", int, lambda: self._page_pools.cached_prefix_len(keys))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        return self._calls.run(
+        return self._load(
             "batch_get_v1",
             partial(_all_false, keys),
             lambda: self._page_pools.get_addressed(KV, keys, host_indices),
@@ -90,8 +110,10 @@ class KVStoreBackend(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> list[bool]:
-        return self._calls.run(
+        return self._save(
             "batch_set_v1",
+            KV,
+            len(keys),
             partial(_all_false, keys),
             lambda: self._page_pools.set_addressed(KV, keys, host_indices),
         )
@@ -110,29 +132,27 @@ class KVStoreBackend(HiCacheStorage):
             by_pool = {names.get(name, name): pages for name, pages in found.by_pool.items()}
             return PoolTransferResult(found.pages, by_pool, found.lengths)
 
-        return self._calls.run("batch_exists_v2", PoolTransferResult.empty, look_up)
+        return self._load("batch_exists_v2", PoolTransferResult.empty, look_up)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: Any = None
     ) -> dict[str, list[bool]]:
-        return self._by_pool("batch_get_v2", self._page_pools.get_addressed, transfers)
+        answer = {}
+        for transfer in transfers:
+            name, keys, indices = transfer.name, transfer.keys or [], transfer.host_indices
+            call = partial(self._page_pools.get_addressed, str(name), keys, indices)
+            answer[name] = self._load("batch_get_v2", partial(_all_false, keys), call)
+        return answer
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: Any = None
     ) -> dict[str, list[bool]]:
-        return self._by_pool("batch_set_v2", self._page_pools.set_addressed, transfers)
-
-    def _by_pool(
-        self,
-        what: str,
-        move: Callable[[str, Sequence[str], Any], list[bool]],
-        transfers: list[PoolTransfer],
-    ) -> dict[str, list[bool]]:
         answer = {}
         for transfer in transfers:
             name, keys, indices = transfer.name, transfer.keys or [], transfer.host_indices
-            call = partial(move, str(name), keys, indices)
-            answer[name] = self._calls.run(what, partial(_all_false, keys), call)
+            call = partial(self._page_pools.set_addressed, str(name), keys, indices)
+            miss = partial(_all_false, keys)
+            answer[name] = self._save("batch_set_v2", str(name), len(keys), miss, call)
         return answer
 
     # The generic interface: whole pages, flat, in tensors.
@@ -151,7 +171,7 @@ class KVStoreBackend(HiCacheStorage):
             got = self._page_pools.get_flat(keys, targets)
             return [page if loaded else None for page, loaded in zip(targets, got, strict=True)]
 
-        return self._calls.run("batch_get", lambda: [None] * len(keys), read)
+        return self._load("batch_get", lambda: [None] * len(keys), read)
 
     def batch_set(
         self,
@@ -160,8 +180,12 @@ class KVStoreBackend(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        return self._calls.run(
-            "batch_set", bool, lambda: all(self._page_pools.set_flat(keys, values or ()))
+        return self._save(
+            "batch_set",
+            KV,
+            len(keys),
+            bool,
+            lambda: all(self._page_pools.set_flat(keys, values or ())),
         )
 
     def get(
@@ -195,6 +219,8 @@ class KVStoreBackend(HiCacheStorage):
         """SGLang's StorageMetrics of the batches since the last call."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
+        if self._counters is not None:
+            self._counters.add(self._page_pools.stats())
         metrics = StorageMetrics()
         for done, pages, rates in (
             (self._page_pools.read, metrics.prefetch_pgs, metrics.prefetch_bandwidth),

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 from kvstore.connectors.common.weights_digest import (
@@ -17,15 +20,30 @@ from kvstore.connectors.common.weights_digest import (
     loaded_commit_id,
     loaded_weights_id,
 )
+from kvstore.connectors.sglang.argument_lines import argument_lines
+from kvstore.connectors.sglang.server_arguments import set_arguments
 from kvstore.connectors.sglang.settings import BackendSettings
 from kvstore.errors import ConfigError
 
 KV_ARGUMENTS: Final = ("dtype", "quantization", "json_model_override_args")
-"""Arguments that change the KV of the same weights."""
+"""Arguments that are in the digest of every server, also by their defaults."""
 CONFIG_FILES: Final = ("config.json",)
 """Files of the model's folder that change the KV of the same weights."""
 ARGUMENT_DTYPES: Final = {"half": "float16", "float": "float32"}
 """Other names of dtypes in --dtype."""
+UNKNOWN_WEIGHTS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "load_format": (
+        "remote",
+        "remote_instance",
+        "presharded",
+        "expert_pack",
+        "private",
+        "flash_rl",
+    ),
+    "weight_cache_mode": ("client",),
+    "delete_ckpt_after_loading": (True,),
+}
+"""Values with which the weights are not the files of the model's folder, or no longer are."""
 
 
 def model_of(settings: BackendSettings, storage_config: Any) -> str:
@@ -35,15 +53,60 @@ def model_of(settings: BackendSettings, storage_config: Any) -> str:
 
 
 def revision_of(settings: BackendSettings, server_args: Any | None) -> str:
-    """The revision that the user set; else the commit on the hub or the fingerprint of the files,
-    with a digest of the arguments that change the KV. "" without server_args.
+    """The revision that the user set; else the commit on the hub or the fingerprint of the files.
+    With it, a digest of the arguments that change the KV. "" without server_args.
 
-    Raises ConfigError: weights that have neither.
+    Raises ConfigError: weights that cannot be identified, or a file that cannot be read.
     """
-    if settings.revision or server_args is None:
+    if server_args is None:
         return settings.revision
-    arguments = "\n".join(f"{name}={getattr(server_args, name, None)}" for name in KV_ARGUMENTS)
-    return f"{_weights(server_args)}-{hashlib.sha256(arguments.encode()).hexdigest()[:8]}"
+    _refuse_unknown_weights(settings, server_args)
+    lines = argument_lines(server_args, partial(_weights_id, settings, server_args))
+    if settings.revision:
+        given = set_arguments(server_args)
+        lines += [f"{name}={given[name]}" for name in KV_ARGUMENTS if name in given]
+        return f"{settings.revision}-{_digest(lines)[:16]}" if lines else settings.revision
+    always = [f"{name}={getattr(server_args, name, None)}" for name in KV_ARGUMENTS]
+    digest = _digest(always + lines)
+    return f"{_weights(server_args)}-{digest[:16] if lines else digest[:8]}"
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _refuse_unknown_weights(settings: BackendSettings, server_args: Any) -> None:
+    """Raises ConfigError: without `revision`, weights that are not the files of the model."""
+    for name, values in UNKNOWN_WEIGHTS.items():
+        value = getattr(server_args, name, None)
+        if value in values and not settings.revision:
+            raise ConfigError(
+                f"kvstore cannot identify the weights with {name} = {value!r}; set 'revision' in "
+                "--hicache-storage-backend-extra-config to a string that changes with the weights"
+            )
+
+
+def _weights_id(
+    settings: BackendSettings, server_args: Any, path: str, revision: str | None
+) -> str:
+    """Identity of the weights of a draft model or an adapter; their names if they have none and the
+    user's revision stands for them.
+
+    Raises ConfigError: they have none.
+    """
+    download_dir = getattr(server_args, "download_dir", None)
+    about = SimpleNamespace(model_path=path, revision=revision, download_dir=download_dir)
+    try:
+        if Path(path).exists() and not has_weights(Path(path)):
+            raise ConfigError(
+                f"{path!r} has no weights that kvstore can identify; set 'revision' in "
+                "--hicache-storage-backend-extra-config to a string that changes with them"
+            )
+        return _weights(about)
+    except ConfigError:
+        if not settings.revision:
+            raise
+        return f"{path}@{revision}"
 
 
 def compute_dtype(server_args: Any | None) -> str:

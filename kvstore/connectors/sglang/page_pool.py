@@ -148,26 +148,39 @@ class PagePool:
 
     def set(self, keys: Sequence[str], pages: Sequence[Extents]) -> list[bool]:
         """Save pages; True for each page that the store has now. A page that is already stored is
-        not written again."""
+        not written again.
+
+        SGLang offers a page only once. So a save waits, within its maximum wait, for a sidecar that
+        was lost and comes back.
+        """
         assert len(keys) == len(pages), f"{len(keys)} keys for {len(pages)} pages"
         hashes = hashes_of(keys)
-        stored = 0
+        stored, unsaved = 0, "pages_dropped"
         if self._fits(pages):
             last_s = time.monotonic() + self._max_wait.max / 1e3
             deadline_s = self._deadline_of(len(keys) * self.namespace.block_bytes)
-            slab = self._client.slab
-            stored = self._write_all(hashes, pages, deadline_s)
-            # The confirmation may take a little longer, but not longer than max_wait.max.
-            confirmed = stored and self._client.confirm(
-                min(last_s, max(deadline_s, self._deadline_of(0)))
-            )
-            if not confirmed or self._client.slab is not slab:
-                stored = 0  # the sidecar has ended or does not respond
-        self._count(pages_saved=stored, pages_not_saved=len(keys) - stored)
+            while True:
+                slab = self._client.slab
+                written = stored = self._write_all(hashes, pages, deadline_s)
+                # The confirmation may take a little longer, but not longer than max_wait.max.
+                confirmed = stored and self._client.confirm(
+                    min(last_s, max(deadline_s, self._deadline_of(0)))
+                )
+                if not confirmed or self._client.slab is not slab:
+                    stored = 0  # the sidecar has ended or does not respond
+                if stored or not self._client.wait_for_reconnect(slab, deadline_s):
+                    break
+            if not stored and (written or not self._client.is_responsive):
+                unsaved = "pages_failed"
+        self._count(pages_saved=stored, **{unsaved: len(keys) - stored})
         return [index < stored for index in range(len(keys))]
 
+    def reject(self, pages: int) -> None:
+        """Count pages that must not be saved, because other weights computed them."""
+        self._count(pages_rejected=pages)
+
     def stats(self) -> dict[str, int]:
-        """Pages since the start: pages_loaded, pages_missed, pages_saved, pages_not_saved."""
+        """Pages since the start, by the names of `metrics.COUNTERS`."""
         with self._counts_lock:
             return dict(self._counts)
 

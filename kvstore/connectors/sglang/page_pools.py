@@ -145,6 +145,11 @@ class PagePools:
         """Write pages of a pool from the addresses of their token slots."""
         return self._transfer(name, keys, host_indices, PagePool.set, self.written)
 
+    def reject(self, name: str, pages: int) -> None:
+        """Count pages of a pool that must not be saved, because other weights computed them."""
+        page_format = self._page_format if name == KV else self._side_page_format(name)
+        self._page_pool(name, page_format).reject(pages)
+
     def get_flat(self, keys: Sequence[str], targets: Sequence[Any]) -> list[bool]:
         """Read pages of KV, flat, into tensors."""
         pages = tensor_extents(targets)

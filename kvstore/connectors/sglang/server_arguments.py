@@ -382,19 +382,21 @@ VERDICTS: Final[Mapping[str, Group]] = {name: group for group in GROUPS for name
 """The group of each argument."""
 
 
+_REQUIRED: Final = object()
+"""Default of an argument without one."""
+
+
 def set_arguments(server_args: Any) -> dict[str, Any]:
     """Arguments of a ServerArgs, as the user gave them, that differ from SGLang's default."""
     names = getattr(type(server_args), "__struct_fields__", None)
-    if names is None:  # not a record of SGLang: what it has was set
+    if names is None:  # not SGLang's record: every value in it was set
         return {name: value for name, value in vars(server_args).items() if value is not None}
-    defaults = getattr(type(server_args), "__struct_defaults__", ())
+    given = getattr(type(server_args), "__struct_defaults__", ())
+    defaults = (_REQUIRED,) * (len(names) - len(given)) + tuple(given)
     found = {}
-    for name, default in zip(reversed(names), reversed((_REQUIRED,) * len(names) + defaults), strict=False):
-        value = getattr(server_args, name)
+    for name, default in zip(names, defaults, strict=True):
         make = getattr(default, "factory", None)
+        value = getattr(server_args, name)
         if value != (make() if callable(make) else default):
             found[name] = value
     return found
-
-
-_REQUIRED: Final = object()

@@ -10,10 +10,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvstore.forks import on_fork
 from kvstore.interface import BlockStore, Load, Match, Save, SlabView
 from kvstore.ipc.client import Client
+
+RECONNECT_WAIT_S: Final = 5.0
+"""How long after a loss of the sidecar saves wait for it to come back. Later ones fail at once:
+SGLang's host memory stays locked while a save waits."""
+RECONNECT_POLL_S: Final = 0.01
 
 
 class SharedClient:
@@ -29,6 +35,8 @@ class SharedClient:
         self._turns = threading.Condition()
         self._is_polling = False
         on_fork(self._let_go)
+        self._lost_at_s = 0.0
+        self._lost_connections = 0
 
     @property
     def slab(self) -> SlabView | None:
@@ -37,9 +45,14 @@ class SharedClient:
 
     @property
     def slots(self) -> int:
-        """Number of slots of the store's slab; 0 while the store is unreachable."""
+        """Number of slots of the store's slab; 0 while the store is unreachable or hung."""
         slab = self.slab
-        return slab.slots if slab is not None else 0
+        return slab.slots if slab is not None and self.is_responsive else 0
+
+    @property
+    def is_responsive(self) -> bool:
+        """False while the sidecar is absent, or is known to be hung."""
+        return self._client is None or self._client.connected
 
     def slab_of(self, operation: Load | Save) -> SlabView:
         return self._store.slab_of(operation)
@@ -121,6 +134,25 @@ class SharedClient:
                     self._is_polling = False
                     self._turns.notify_all()
         return True
+
+    def wait_for_reconnect(self, slab: SlabView | None, deadline_s: float) -> bool:
+        """True if the store was lost and is back, with another slab than `slab`.
+
+        Waits for it up to the deadline (monotonic), and up to RECONNECT_WAIT_S after the loss was
+        noticed. Does not wait for a sidecar that was never there, or is hung.
+        """
+        if self._client is None:
+            return False
+        connections = self._client.stats()["connections"]
+        if self.slab is None and connections != self._lost_connections:
+            self._lost_at_s, self._lost_connections = time.monotonic(), connections
+        deadline_s = min(deadline_s, self._lost_at_s + RECONNECT_WAIT_S)
+        while self.slab is None:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(left_s, RECONNECT_POLL_S))
+        return self.slab is not slab
 
     def close(self) -> None:
         """Release every lease. No call may be under way."""

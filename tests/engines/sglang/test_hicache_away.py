@@ -1,4 +1,4 @@
-"""A sidecar that is away or hung while SGLang's controller backs up. SGLang marks a node as backed up
+"""A sidecar that is away while SGLang's controller backs up. SGLang marks a node as backed up
 whether that failed or not, and never offers it again."""
 
 from __future__ import annotations

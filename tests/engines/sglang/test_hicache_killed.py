@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(bool(absent()), reason=absent()),
 ]
 
+
 class KillingCopies(Copies):
     """Kills the sidecar when the copies of the second part of a batch are about to run, once."""
 

@@ -1,4 +1,4 @@
-"""What SGLang's own tree and controller find after the weights or the server's arguments changed."""
+"""What SGLang's tree and controller find after the weights or the server's arguments changed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from hicache_rig import PAGE_BYTES, absent, extra
 from instance_rig import LENGTH, SLOTS, Instance, sequence
 from sidecar_rig import ForkedSidecar
+
+from kvstore.connectors.sglang import weight_watch
 
 pytestmark = [
     pytest.mark.sglang,
@@ -28,6 +30,8 @@ def sidecar(tmp_path: Path) -> Iterator[ForkedSidecar]:
 def test_another_weight_version_ends_sharing(
     sidecar: ForkedSidecar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The instances of this process stand for servers of their own, whose weights did not change.
+    monkeypatch.setattr(weight_watch, "_process", weight_watch.ProcessWeights())
     server = Instance(extra(sidecar.socket), tmp_path)
     old, new = sequence(1), sequence(2)
     right = server.compute(old, 1)

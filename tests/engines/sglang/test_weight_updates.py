@@ -1,5 +1,5 @@
-"""A real SGLang engine whose weights are updated while it runs: no KV of the old weights comes back,
-and none of the new weights is stored under the name of the old ones."""
+"""A real SGLang engine whose weights are updated while it runs: no KV of the old weights comes
+back, and none of the new weights is stored under the name of the old ones."""
 
 from __future__ import annotations
 
