@@ -1,6 +1,7 @@
-"""Generates cli.md from the commands, and configuration.md from the configuration's models.
+"""Generates cli.md from the commands, configuration.md from the configuration's models, and
+sglang_arguments.md from the table of SGLang's arguments.
 
-python docs/generate.py            # writes both
+python docs/generate.py            # writes all
 python docs/generate.py --check    # exits with 1 if one is out of date
 """
 
@@ -23,6 +24,7 @@ from kvstore.cli.common.config_keys import (
     tier_models,
 )
 from kvstore.config.settings import TierSettings
+from kvstore.connectors.sglang.server_arguments import VERDICTS
 from kvstore.service.reload import ENGINE_SECTIONS, RELOADABLE
 
 HERE = Path(__file__).parent
@@ -111,6 +113,38 @@ changes take effect together. Otherwise nothing changes, and one line gives the 
 a key that needs a restart. Environment variables and command-line options are read only at start.
 Keys that say *engines* are read by engines at start. The sidecar does not use them.
 """
+
+
+SGLANG_HEAD = """\
+# Every argument of SGLang, and the names of pages
+
+Generated from `kvstore/connectors/sglang/server_arguments.py` by `docs/generate.py`. A test fails if
+this page is out of date, and another if the installed SGLang has an argument that the table lacks.
+Made for SGLang 0.5.23.
+
+A page is found only by servers whose arguments give it the same name (its namespace). Each argument of
+SGLang's server is one of these:
+
+- **in the name**: pages of servers with other values never meet.
+- **in the name where set**: the same, but a server with SGLang's default keeps the name it always had.
+  A value is compared as it was given: `--attention-backend fa3` and the default that chooses `fa3` have
+  different names.
+- **in the name where set, by contents**: the contents of the file or folder are compared, not its path.
+- **refused**: SGLang's start, or the attach of the storage backend, ends with one line.
+- **does not matter**: for the given reason.
+
+An argument of a later release that the table lacks is in the name where set. SGLang's environment
+variables (`SGLANG_*`) and code (`--trust-remote-code`, forward hooks, plugins) are not compared: if
+they change the KV, change `revision` in the extra config with them.
+"""
+
+
+def sglang_page() -> str:
+    """Return the text of sglang_arguments.md."""
+    rows = [
+        (f"`{name}`", group.verdict, group.reason) for name, group in sorted(VERDICTS.items())
+    ]
+    return f"{SGLANG_HEAD}\n{_table(('argument', 'verdict', 'reason'), rows)}\n"
 
 
 def cli_page() -> str:
@@ -232,7 +266,11 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
-PAGES = {"cli.md": cli_page, "configuration.md": configuration_page}
+PAGES = {
+    "cli.md": cli_page,
+    "configuration.md": configuration_page,
+    "sglang_arguments.md": sglang_page,
+}
 
 
 def stale() -> list[str]:

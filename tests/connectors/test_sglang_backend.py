@@ -104,7 +104,7 @@ def test_pages_beyond_a_gap_are_loaded(sidecar: ForkedSidecar) -> None:
             "pages_loaded": 3,
             "pages_missed": 3,
             "pages_saved": 3,
-            "pages_not_saved": 0,
+            "pages_dropped": 0,
         }
 
 

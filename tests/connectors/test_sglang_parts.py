@@ -301,7 +301,8 @@ def test_names_of_model_and_weights(tmp_path: Any) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     args = SimpleNamespace(model_path=str(tmp_path), dtype="bfloat16", quantization=None)
     first = revision_of(silent, args)
-    assert revision_of(said, args) == "r7"
+    assert revision_of(said, SimpleNamespace(model_path=str(tmp_path))) == "r7"
+    assert revision_of(said, args).startswith("r7-"), "the dtype is set"
     assert revision_of(silent, None) == ""
     assert revision_of(silent, SimpleNamespace(**{**vars(args), "dtype": "float16"})) != first
     (tmp_path / "model.safetensors").write_bytes(bytes(999) + b"\1")

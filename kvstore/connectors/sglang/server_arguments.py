@@ -41,7 +41,7 @@ GROUPS: Final = (
     _group(
         NAMED,
         "part of the identity of the weights, or of the model's name",
-        "model_path revision download_dir served_model_name",
+        "model_path revision served_model_name",
     ),
     _group(
         NAMED,
@@ -68,8 +68,13 @@ GROUPS: Final = (
         WHERE_SET,
         "changes which weights are loaded, or how, or which code computes with them. Code itself "
         "is not compared: change `revision` with it",
-        """load_format model_loader_extra_config trust_remote_code model_impl model_config_parser
+        """model_loader_extra_config trust_remote_code model_impl model_config_parser
         weight_version modelopt_quant quantize_and_serve offload_mode forward_hooks""",
+    ),
+    _group(
+        WHERE_SET,
+        "a loader whose weights are not the files of the model is refused without `revision`",
+        "load_format",
     ),
     _group(
         WHERE_SET,
@@ -132,8 +137,8 @@ GROUPS: Final = (
     _group(
         WHERE_SET,
         "changes how LoRA adapters are applied",
-        """lora_backend lora_target_modules max_lora_chunk_size experts_shared_outer_loras
-        lora_use_virtual_experts lora_strict_loading""",
+        """enable_lora lora_backend lora_target_modules max_lora_chunk_size
+        experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading""",
     ),
     _group(
         WHERE_SET,
@@ -304,7 +309,7 @@ GROUPS: Final = (
         watermark_max_probability watermark_default_enabled watermark_enforce_all
         enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size
         dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode
-        disable_tokenizer_batch_decode enable_lora""",
+        disable_tokenizer_batch_decode""",
     ),
     _group(
         NO_EFFECT,
@@ -326,9 +331,10 @@ GROUPS: Final = (
         NO_EFFECT,
         "reading or writing of the same weights. Weights that are released without a copy end "
         "sharing, as an update does",
-        """startup_weight_load_mode weight_loader_disable_mmap weight_loader_prefetch_checkpoints
-        weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load model_checksum
-        modelopt_checkpoint_save_path modelopt_export_path
+        """download_dir startup_weight_load_mode weight_loader_disable_mmap
+        weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads
+        weight_loader_drop_cache_after_load model_checksum modelopt_checkpoint_save_path
+        modelopt_export_path
         remote_instance_weight_loader_start_seed_via_transfer_engine engine_info_bootstrap_port
         weight_cache_socket weight_cache_timeout enable_memory_saver enable_weights_cpu_backup
         enable_draft_weights_cpu_backup""",

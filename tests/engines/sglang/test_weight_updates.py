@@ -71,6 +71,7 @@ def stored(sidecar: ForkedSidecar) -> int:
 
 def save(engine: Engine, sidecar: ForkedSidecar, seed: int) -> list[dict[str, Any]]:
     """Compute prompts, and check that they come back from the store with the same outputs."""
+    engine.flush()
     before = stored(sidecar)
     cold = engine.generate(prompts(seed))
     assert storage_hits(cold) == 0
