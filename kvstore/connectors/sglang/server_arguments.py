@@ -50,8 +50,7 @@ GROUPS: Final = (
     ),
     _group(
         NAMED,
-        "by the host pool: kind, dtype and layout. A pool whose scales are outside of its pages "
-        "(FP4 KV) is refused",
+        "by the host pool: kind, dtype, layout and tokens of a page",
         "kv_cache_dtype page_size hicache_mem_layout",
     ),
     _group(
