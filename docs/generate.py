@@ -136,14 +136,12 @@ SGLang's server is one of these:
 An argument of a later release that the table lacks is in the name where set. SGLang's environment
 variables (`SGLANG_*`) and code (`--trust-remote-code`, forward hooks, plugins) are not compared: if
 they change the KV, change `revision` in the extra config with them.
-"""
+"""  # noqa: E501
 
 
 def sglang_page() -> str:
     """Return the text of sglang_arguments.md."""
-    rows = [
-        (f"`{name}`", group.verdict, group.reason) for name, group in sorted(VERDICTS.items())
-    ]
+    rows = [(f"`{name}`", group.verdict, group.reason) for name, group in sorted(VERDICTS.items())]
     return f"{SGLANG_HEAD}\n{_table(('argument', 'verdict', 'reason'), rows)}\n"
 
 
