@@ -81,7 +81,7 @@ def test_a_users_revision_stands_beside_the_arguments(model: str, tmp_path: Path
     assert revision(model, said, attention_backend="fa3").startswith("r7-")
     empty = str(tmp_path / "empty")
     Path(empty).mkdir()
-    with pytest.raises(ConfigError, match=r"has no weights.*set 'revision'"):
+    with pytest.raises(ConfigError, match=r'has no weights.*set "revision"'):
         revision(model, speculative_draft_model_path=empty)
     assert revision(model, said, speculative_draft_model_path=empty).startswith("r7-")
 
@@ -96,7 +96,7 @@ def test_a_users_revision_stands_beside_the_arguments(model: str, tmp_path: Path
     ],
 )
 def test_weights_of_another_origin_need_a_revision(model: str, name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"with {name} = {value!r}; set 'revision'"):
+    with pytest.raises(ConfigError, match=f'with {name} = {value!r}; set "revision"'):
         revision(model, **{name: value})
     said = backend_settings({"revision": "r7"})
     assert revision(model, said, **{name: value}).partition("-")[0] == "r7"

@@ -330,7 +330,8 @@ def test_weights_without_identity_need_a_revision(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match='set "revision"') as caught:
             revision_of(backend_settings({}), SimpleNamespace(**over))
         assert "\n" not in str(caught.value)
-        assert revision_of(backend_settings({"revision": "r7"}), SimpleNamespace(**over)) == "r7"
+        found = revision_of(backend_settings({"revision": "r7"}), SimpleNamespace(**over))
+        assert found.partition("-")[0] == "r7"
     commit = "0123456789abcdef" * 2 + "01234567"
     named = SimpleNamespace(model_path="org/model", download_dir=full, revision=commit)
     assert revision_of(backend_settings({}), named).startswith(f"{commit[:16]}-")

@@ -81,7 +81,7 @@ def _refuse_unknown_weights(settings: BackendSettings, server_args: Any) -> None
         value = getattr(server_args, name, None)
         if value in values and not settings.revision:
             raise ConfigError(
-                f"kvstore cannot identify the weights with {name} = {value!r}; set 'revision' in "
+                f'kvstore cannot identify the weights with {name} = {value!r}; set "revision" in '
                 "--hicache-storage-backend-extra-config to a string that changes with the weights"
             )
 
@@ -99,7 +99,7 @@ def _weights_id(
     try:
         if Path(path).exists() and not has_weights(Path(path)):
             raise ConfigError(
-                f"{path!r} has no weights that kvstore can identify; set 'revision' in "
+                f'{path!r} has no weights that kvstore can identify; set "revision" in '
                 "--hicache-storage-backend-extra-config to a string that changes with them"
             )
         return _weights(about)

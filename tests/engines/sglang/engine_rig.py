@@ -52,6 +52,7 @@ class Engine:
         os.close(there)
         self._answers = os.fdopen(here, "r")
         self._extra = extra(socket)
+        del self._extra["revision"]  # its weights are identified by their files
         chosen = {"hicache_storage_backend_extra_config": json.dumps(self._extra)}
         args = {"model_path": str(model), **chosen, **arguments}
         self.ask("start", START_LIMIT_S, args=args)

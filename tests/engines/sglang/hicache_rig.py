@@ -61,6 +61,7 @@ def extra(socket: str, *, zero_copy: bool = True, **more: Any) -> dict[str, Any]
         "class_name": "KVStoreBackend",
         "interface_v1": int(zero_copy),
         "socket": socket,
+        "revision": "driver",  # its model has no weights
         "max_wait": {"base": 60_000, "max": 60_000},
         **more,
     }

@@ -52,8 +52,7 @@ def storage_config(chosen: dict[str, Any], **changed: Any) -> Any:
 def make(chosen: dict[str, Any], **changed: Any) -> Any:
     from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-    # SGLang's arguments, which the driver published, name another backend: attached at run time.
-    config = storage_config({"revision": "pools", **chosen}, **changed)
+    config = storage_config(chosen, **changed)
     return StorageBackendFactory.create_backend("dynamic", config, None)
 
 
