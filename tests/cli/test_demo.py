@@ -23,13 +23,18 @@ LIMIT_S = 240.0
 
 
 def start(folder: Path, *flags: str) -> subprocess.Popen[str]:
-    """Start the demo with its temporary directory inside `folder`."""
+    """Start the demo with its temporary directory inside `folder`.
+
+    A shell without job control starts background commands with SIGINT ignored, and children inherit
+    that. The demo is started as from a terminal, also if the tests run in the background.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", "kvstore", "demo", *SMALL, *flags],
         env={**os.environ, "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
