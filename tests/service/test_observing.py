@@ -98,6 +98,7 @@ def test_tokens_by_tenant_traffic_label_and_tier(sidecar: ForkedSidecar) -> None
         assert match(rag, run) == []  # another tenant's
         # A lookup answered by the shared index is reported with the client's next message.
         put(rag, hashes_of("of another run", 1))
+        assert rag.sync(10.0)  # its commit has no answer
         now = samples_of(sidecar)
 
     def grown(name: str, **labels: str) -> float:
